@@ -209,6 +209,32 @@ class AttentionBackend(nn.Module):
         keeps_keys = can.state_keeps_keys or can.exact  # a window of keys is a state too
         return self.keeps_all_keys or (keeps_keys and can.state_from_keys)
 
+    def empty_state(self, like: Tensor, batch: int = 1) -> Any:
+        """Return the states of sequences without tokens.
+
+        Args:
+            like: Has the dtype and the device of the keys.
+            batch: Number of sequences.
+
+        Raises:
+            UnsupportedError: Zeros are not the state of no tokens here (``capabilities``).
+        """
+        if not self.capabilities.zero_state:
+            raise UnsupportedError(
+                f"{self.geometry.name}: backend {self.name!r} has no state before the first token"
+            )
+        geometry, size = self.geometry, self.geometry.head_dim
+        shape = batch, geometry.num_key_heads, 1
+        with torch.no_grad():
+            output = self(
+                like.new_zeros(batch, geometry.num_heads, 1, size),
+                like.new_zeros(*shape, size),
+                like.new_zeros(*shape, geometry.value_dim or size),
+                hidden_states=like.new_zeros(batch, 1, geometry.hidden_size or 1),
+                return_state=True,
+            )
+        return type(output.state)(*map(torch.zeros_like, output.state))
+
     # -- called by models ------------------------------------------------------------------------
 
     def forward(

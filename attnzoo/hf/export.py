@@ -39,7 +39,7 @@ class ExportedStateLayer(StaticStateLayer):
         assert stock.keys is not None
         assert stock.values is not None
         self.lazy_initialization(stock.keys, stock.values)
-        state = _zero_state(backend, stock.keys, stock.values)
+        state = backend.empty_state(stock.keys, stock.keys.shape[0])
         self._buffers = self.state = state
         self.tokens = torch.zeros_like(self.cumulative_length)  # in the state
         self.starts = self.tokens == 0  # whether the call begins at position 0
@@ -68,27 +68,6 @@ class ExportedStateLayer(StaticStateLayer):
         assert self.state is not None
         state = {f"state_{name}": x for name, x in self.state._asdict().items()}
         return {"cumulative_length": self.cumulative_length, "state_tokens": self.tokens, **state}
-
-
-def _zero_state(backend: AttentionBackend, keys: Tensor, values: Tensor) -> State:
-    """Return the state before the first token.
-
-    Args:
-        backend: The backend.
-        keys: Keys of the stock layer, ``[B, Hkv, S, D]``.
-        values: Values of the stock layer, ``[B, Hkv, S, E]``.
-    """
-    batch, geometry = keys.shape[0], backend.geometry
-    with torch.no_grad():
-        output = backend(
-            keys.new_zeros(batch, geometry.num_heads, 1, keys.shape[3]),
-            keys[:, :, :1],
-            values[:, :, :1],
-            hidden_states=keys.new_zeros(batch, 1, geometry.hidden_size or 1),
-            return_state=True,
-        )
-    state: Any = output.state
-    return type(state)(*map(torch.zeros_like, state))
 
 
 def prepare_export(exported: Any, cache: Cache) -> None:

@@ -64,7 +64,7 @@ def is_plain_call(*tensors: Tensor | None) -> bool:
     given = [x for x in tensors if x is not None]
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
         return False
-    return not any(x.is_neg() for x in given)
+    return not any(map(Tensor.is_neg, given))
 
 
 def _has_tangent(x: Tensor) -> bool:

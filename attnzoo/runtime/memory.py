@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
+from itertools import accumulate
 from mmap import PAGESIZE
+from operator import mul
 from typing import Any
 
 import torch
@@ -85,6 +87,11 @@ def rows_of(x: Tensor) -> Rows:
     return Rows(x.data_ptr(), DTYPE_NUMBERS[x.dtype], (ctypes.c_int64 * 3)(*x.stride()[:3]))
 
 
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``x`` in a dtype; a call of ``to`` that changes nothing takes a microsecond."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def with_contiguous_rows(x: Tensor) -> Tensor:
     """Return ``x`` if its rows are contiguous, otherwise a contiguous copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
@@ -95,8 +102,15 @@ def with_contiguous_states(x: Tensor) -> Tensor:
 
     States of a pool may have gaps between them, as in the pages of a cache.
     """
-    is_dense = x.is_contiguous() or (x.shape[0] > 0 and x[0].is_contiguous())
-    return x if is_dense else x.contiguous()
+    return x if x.is_contiguous() or _is_dense(x.shape[1:], x.stride()[1:]) else x.contiguous()
+
+
+@lru_cache(maxsize=1024)
+def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Return whether a tensor of this shape is contiguous; ``x[0]`` would take microseconds."""
+    sizes = accumulate(reversed(shape), mul, initial=1)
+    steps = zip(reversed(shape), reversed(strides), sizes, strict=False)
+    return all(step == size or count == 1 for count, step, size in steps)
 
 
 _buffer_bytes: dict[str, Callable[..., int]] = {}  # by the name of an operator

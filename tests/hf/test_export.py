@@ -195,8 +195,8 @@ def test_zeros_are_the_state_of_no_tokens(name):
         with torch.no_grad():
             return module(*given, state=state, **options)
 
-    first = run(1).state
-    zeros = type(first)(*map(torch.zeros_like, first))
+    zeros = module.empty_state(inputs[0], batch=inputs[0].shape[0])
+    assert not any(x.any() for x in zeros)
     for tokens in (1, 5, 9):
         expected, found = run(tokens), run(tokens, zeros)
         assert_close(found.out, expected.out)
@@ -207,4 +207,7 @@ def test_zeros_are_the_state_of_no_tokens(name):
 
 @pytest.mark.parametrize("backend", GROWING)
 def test_other_states_do_not_declare_it(backend):
-    assert not build(backend, **GROWING[backend]).capabilities.zero_state
+    module = build(backend, **GROWING[backend])
+    assert not module.capabilities.zero_state
+    with pytest.raises(UnsupportedError, match="no state before the first token"):
+        module.empty_state(torch.empty(0))

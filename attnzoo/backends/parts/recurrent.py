@@ -24,6 +24,7 @@ from attnzoo.ops.hybrid.state import LinearBranch
 from attnzoo.ops.linear.api import linear_attention
 from attnzoo.ops.linear.common import MapWeights
 from attnzoo.runtime.autocast import autocast_disabled
+from attnzoo.runtime.memory import cast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,9 +359,9 @@ class FeatureMapBackend(RecurrentBackend):
         self, q: Tensor, k: Tensor, inputs: AttentionInputs, feature_map: str
     ) -> LinearBranch:
         """Return the linear branch of a window hybrid; arguments as in :meth:`run_op`."""
-        assert self.far_log_weight is not None
-        wide = torch.promote_types(q.dtype, torch.float32)
-        weight = self.far_log_weight.to(wide).view(1, -1, 1, 1)
+        own = self.far_log_weight
+        assert own is not None
+        weight = cast(own, torch.promote_types(q.dtype, torch.float32)).view(1, -1, 1, 1)
         if not feature_map:
             return LinearBranch(q, k, weight)
         return LinearBranch(

@@ -138,6 +138,33 @@ def add_hook(module: nn.Module) -> RemovableHandle:
     return module.register_forward_pre_hook(LayerHook(type(module).forward), with_kwargs=True)
 
 
+def pass_hidden_states(module: nn.Module, argument: str) -> RemovableHandle:
+    """Have an attention module pass its hidden states to its attention function.
+
+    For engines that run modules of transformers with an attention function of their own.
+
+    Args:
+        module: The module.
+        argument: Name under which the function receives them.
+
+    Raises:
+        UnsupportedError: The module passes no further arguments on.
+    """
+    arguments = ForwardArguments(type(module).forward)
+    parameters = inspect.signature(type(module).forward).parameters.values()
+    if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
+        raise UnsupportedError(
+            f"{type(module).__name__} passes no further arguments to its attention function, and "
+            "the layer's backend needs its hidden states. Use 'linear', or gated_linear with gate "
+            "'retnet'"
+        )
+
+    def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args, kwargs | {argument: arguments.get(seam.HIDDEN_STATES, args, kwargs)}
+
+    return module.register_forward_pre_hook(add, with_kwargs=True)
+
+
 def layer_backend(module: nn.Module) -> Any:
     """Return the backend of an attention module, or ``None``; PEFT may have wrapped it."""
     found = getattr(module, NAME, None)

@@ -202,18 +202,18 @@ def _check_call(
     """Raise ``UnsupportedError`` if the options of a window hybrid do not fit each other."""
     check_size("window", window)
     check_size("num_sinks", num_sinks, minimum=0)
-    needs_order = (
-        ("state", state is not None),
-        ("return_state", return_state),
-        ("shard", shard is not None),
-        ("num_sinks", num_sinks > 0),
-    )
-    given = [name for name, is_given in needs_order if is_given]
-    if given and not causal:
-        raise UnsupportedError(
-            f"hybrid_attention is given {' and '.join(given)}, which need a causal mask; pass "
-            "causal=True, or leave them out."
+    if not causal:
+        needs_order = (
+            ("state", state is not None),
+            ("return_state", return_state),
+            ("shard", shard is not None),
+            ("num_sinks", num_sinks > 0),
         )
+        if given := [name for name, is_given in needs_order if is_given]:
+            raise UnsupportedError(
+                f"hybrid_attention is given {' and '.join(given)}, which need a causal mask; pass "
+                "causal=True, or leave them out."
+            )
     if shard is not None and num_sinks:
         raise UnsupportedError(
             "hybrid_attention is given shard together with num_sinks, which is not supported; "
@@ -254,9 +254,12 @@ def _check_branch(branch: LinearBranch, q: Tensor, k: Tensor, causal: bool) -> i
     Raises:
         UnsupportedError: The branch does not fit the queries and keys of the window.
     """
-    q_shape, k_shape = q.shape[:3] + branch.q.shape[-1:], k.shape[:3] + branch.k.shape[-1:]
-    check_shape("branch.q", branch.q, q_shape, "B, H, T, F", q.device)
-    check_shape("branch.k", branch.k, k_shape, "B, Hkv, T, F", q.device)
+    for name, x, like, letters in (
+        ("branch.q", branch.q, q, "B, H, T, F"),
+        ("branch.k", branch.k, k, "B, Hkv, T, F"),
+    ):
+        if x is not like:
+            check_shape(name, x, like.shape[:3] + x.shape[-1:], letters, q.device)
     if q.shape[2] != k.shape[2] or branch.q.shape[3] != branch.k.shape[3]:
         raise UnsupportedError(
             "queries and keys must be of the same tokens and have as many features, got "

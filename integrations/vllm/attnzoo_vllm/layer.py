@@ -22,9 +22,11 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from attnzoo.contract.backend import AttentionBackend
-from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.inputs import AttentionInputs
+from attnzoo.contract.masks import PLAIN, AttentionMask
+from attnzoo.contract.states import keep_pool
 from attnzoo_vllm.config import STATE_BACKEND
-from attnzoo_vllm.metadata import KeysBackend, Prefill
+from attnzoo_vllm.metadata import KeysBackend, Prefill, lengths_of
 
 WORD = torch.int64  # pages are counted in elements of the widest type
 
@@ -33,19 +35,6 @@ def build_again(backend: AttentionBackend, dtype: torch.dtype, device: Any) -> A
     """Return a backend with memory and initial values from one that may have been built without."""
     with torch.device(device):
         return type(backend)(backend.config, backend.geometry).to(dtype).eval()
-
-
-def example_state(backend: AttentionBackend, dtype: torch.dtype) -> Any:
-    """Return the state of one sequence, to read its shapes."""
-    geometry, layer = backend.geometry, build_again(backend, dtype, "cpu")
-    with torch.device("cpu"):
-        q = torch.zeros(1, geometry.num_heads, 2, geometry.head_dim, dtype=dtype)
-        k = torch.zeros(1, geometry.num_key_heads, 2, geometry.head_dim, dtype=dtype)
-        size = geometry.value_dim or geometry.head_dim
-        v = torch.zeros(1, geometry.num_key_heads, 2, size, dtype=dtype)
-        x = torch.zeros(1, 2, geometry.hidden_size or 1, dtype=dtype)
-        with torch.no_grad():
-            return layer(q, k, v, hidden_states=x, return_state=True).state
 
 
 class Layer(nn.Module):
@@ -86,11 +75,12 @@ class StateLayer(Layer, MambaBase):
 
     def __init__(self, backend: AttentionBackend, prefix: str, dtype: torch.dtype) -> None:
         super().__init__(backend, prefix, dtype)
-        state = example_state(backend, dtype)
+        with torch.device("cpu"):
+            state = build_again(backend, dtype, "cpu").empty_state(torch.empty(0, dtype=dtype))
         self.state_class = type(state)
         self.fields = [(x.shape[1:], x.dtype) for x in state]
         self.words = -(-sum(x.nbytes for x in state) // WORD.itemsize)  # rounded up
-        self.pool: Any = None
+        self.scale, self.pool = backend.geometry.scale, None
 
     # -- memory ----------------------------------------------------------------------------------
 
@@ -127,11 +117,7 @@ class StateLayer(Layer, MambaBase):
             return
         tokens = step.num_decode_tokens
         if tokens:
-            rows = [y[0, :, :tokens].transpose(0, 1).unsqueeze(2) for y in (q, k, v)]
-            hidden = None if x is None else x[0, :tokens, None]
-            options = {"state": self.pool, "slots": step.slots, "reuse_state": True}
-            found = self.backend(*rows, hidden_states=hidden, return_state=True, **options)
-            out[0, :tokens] = found.out.squeeze(2)
+            self.decode(q, k, v, x, out, step.slots)
         if step.prefill is not None:
             end = tokens + step.num_prefill_tokens
             row = [y[:, :, tokens:end] for y in (q, k, v)]
@@ -141,6 +127,28 @@ class StateLayer(Layer, MambaBase):
             out[:, tokens:end] = found.out.transpose(1, 2)
             for page, state in zip(self.pool, found.state, strict=True):
                 page.index_copy_(0, step.prefill.slots, state.to(page.dtype))
+
+    def decode(
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None, out: Tensor, slots: Tensor
+    ) -> None:
+        """Compute the requests with one new token, which come first.
+
+        Nothing is checked here, as the arguments come from vLLM: in a small model, the checks of
+        ``forward`` would take a tenth of the time of a layer.
+        """
+        tokens = len(slots)
+        if tokens != q.shape[2]:
+            q, k, v, out = q[:, :, :tokens], k[:, :, :tokens], v[:, :, :tokens], out[:, :tokens]
+            x = None if x is None else x[:, :tokens]
+        rows = [y.transpose(0, 2) for y in (q, k, v)]  # [tokens, H, 1, D]
+        inputs = AttentionInputs(
+            *(*rows, PLAIN[True], self.scale, self.pool, None if x is None else x.transpose(0, 1)),
+            return_state=True,
+            slots=slots,
+            reuse_state=True,
+        )
+        found = keep_pool(self.pool, slots, self.backend.attend(inputs))
+        out.view_as(found.out).copy_(found.out)
 
     def read(self, prefill: Prefill) -> Any:
         """Return the states before the tokens of a step, ``None`` if all requests begin."""
@@ -181,16 +189,19 @@ class KeysLayer(Layer, AttentionLayerBase):
         if (step := self.step()) is None:
             return
         pages, size = self.kv_cache, self.kv_cache.shape[2]  # [pages, Hkv, tokens, D + E]
-        slots = step.slots
+        starts, lengths = step.query_start_loc_cpu.tolist(), lengths_of(step).tolist()
+        slots = step.slot_mapping[: starts[-1]].to(torch.int64)
         new = torch.cat([k, v], -1)[0, :, : len(slots)].transpose(0, 1)
         pages[slots // size, :, slots % size] = new
-        for tokens, length, table in step.requests:
+        requests = zip(starts, starts[1:], lengths, step.block_table_tensor, strict=False)
+        for begin, end, length, table in requests:
+            if begin == end:
+                continue
             rows = pages[table[: -(-length // size)]].transpose(0, 1).flatten(1, 2)
             keys, values = rows[None, :, :length].split([k.shape[-1], v.shape[-1]], -1)
-            before = length - (tokens.stop - tokens.start)
-            mask = AttentionMask(causal=True, q_offset=before)
-            found = self.backend(q[:, :, tokens], keys, values, mask=mask)
-            out[:, tokens] = found.out.transpose(1, 2)
+            mask = AttentionMask(causal=True, q_offset=length - (end - begin))
+            found = self.backend(q[:, :, begin:end], keys, values, mask=mask)
+            out[:, begin:end] = found.out.transpose(1, 2)
 
 
 def page_shapes(layers: dict[str, Any]) -> tuple[tuple[int, ...], ...]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -24,7 +23,6 @@ from vllm.v1.attention.backends.linear_attn import (
 )
 
 from attnzoo.contract.sequences import Sequences
-from attnzoo_vllm.config import STATE_BACKEND
 
 
 def lengths_of(common: CommonAttentionMetadata) -> Tensor:
@@ -98,46 +96,22 @@ class StateBackend(LinearAttentionBackend):
     """The name under which vLLM finds the builder."""
 
     @staticmethod
-    def get_name() -> str:
-        """Return the name."""
-        return STATE_BACKEND
-
-    @staticmethod
     def get_builder_cls() -> type[StateMetadataBuilder]:
         """Return the builder."""
         return StateMetadataBuilder
 
 
-@dataclass
-class KeysMetadata:
-    """Where the new tokens are stored, and what each request attends to."""
+class KeysMetadataBuilder(AttentionMetadataBuilder[CommonAttentionMetadata]):
+    """Passes vLLM's metadata to layers that read all keys."""
 
-    slots: Tensor  # [T] int64: page times tokens per page, plus the place in the page
-    requests: list[tuple[slice, int, Tensor]]  # new tokens, length after them, pages
-
-
-class KeysMetadataBuilder(AttentionMetadataBuilder[KeysMetadata]):
-    """Builds the metadata of layers that read all keys."""
-
-    def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # abstract there
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], *args: Any) -> None:
+        super().__init__(kv_cache_spec, layer_names, *args)  # abstract there
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
-    ) -> KeysMetadata:
-        """Return the metadata of one step."""
-        common = common_attn_metadata
-        starts, lengths = common.query_start_loc_cpu.tolist(), lengths_of(common).tolist()
-        requests = [
-            (slice(begin, end), length, table)
-            for begin, end, length, table in zip(
-                starts, starts[1:], lengths, common.block_table_tensor, strict=False
-            )
-            if end > begin
-        ]
-        return KeysMetadata(common.slot_mapping[: starts[-1]].to(torch.int64), requests)
+    ) -> CommonAttentionMetadata:
+        """Return the metadata of one step as they are."""
+        return common_attn_metadata
 
 
 class KeysBackend(AttentionBackend):
@@ -147,11 +121,6 @@ class KeysBackend(AttentionBackend):
     def get_name() -> str:
         """Return the name."""
         return "ATTNZOO_KEYS"
-
-    @staticmethod
-    def get_impl_cls() -> type[Any]:
-        """Raise: the layer itself computes."""
-        raise NotImplementedError
 
     @staticmethod
     def get_builder_cls() -> type[KeysMetadataBuilder]:

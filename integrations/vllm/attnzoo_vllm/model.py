@@ -7,7 +7,6 @@ the weights that backends add are loaded under their own names.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -27,8 +26,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.worker import cpu_model_runner
 
 from attnzoo.contract.backend import AttentionBackend
-from attnzoo.hf import seam
-from attnzoo.hf.attention.call import ForwardArguments, LayerHook, layer_backend
+from attnzoo.hf.attention.call import layer_backend, pass_hidden_states
 from attnzoo.hf.names import NAME
 from attnzoo_vllm.config import has_keys, refuse_backends, restore
 from attnzoo_vllm.layer import WORD, KeysLayer, Layer, StateLayer, build_again, page_shapes
@@ -100,9 +98,6 @@ class AttnzooForCausalLM(TransformersForCausalLM, HasInnerState, IsHybrid):
         name, _ = self.attention_fusers[extract_layer_index(prefix)]
         module = self.get_submodule(name)
         backend = self.backends[module]
-        for key, hook in list(module._forward_pre_hooks.items()):
-            if isinstance(hook, LayerHook):  # keeps the arguments for attnzoo's own attention
-                del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
         if is_plain(backend):
             windows = (backend.geometry.window, getattr(backend.config, "window", None))
             kwargs["per_layer_sliding_window"] = min(filter(None, windows), default=None)
@@ -116,7 +111,7 @@ class AttnzooForCausalLM(TransformersForCausalLM, HasInnerState, IsHybrid):
         if has_keys(backend):
             return KeysLayer(backend, prefix, self.model_config.dtype)
         if backend.capabilities.needs_hidden_states:
-            keep_hidden_states(module)
+            pass_hidden_states(module, HIDDEN_STATES)
         return StateLayer(backend, prefix, self.model_config.dtype)
 
     # -- memory ----------------------------------------------------------------------------------
@@ -140,25 +135,3 @@ class AttnzooForCausalLM(TransformersForCausalLM, HasInnerState, IsHybrid):
 def is_plain(backend: AttentionBackend) -> bool:
     """Return whether vLLM's own attention computes what a backend does."""
     return backend.capabilities.exact and not getattr(backend.config, "num_sinks", 0)
-
-
-def keep_hidden_states(module: nn.Module) -> None:
-    """Have an attention module pass its input to its attention function.
-
-    Raises:
-        ValueError: The module passes no further arguments on.
-    """
-    arguments = ForwardArguments(type(module).forward)
-    parameters = inspect.signature(type(module).forward).parameters.values()
-    if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
-        raise ValueError(
-            f"{type(module).__name__} passes no further arguments to its attention function, and "
-            "the layer's backend needs its hidden states. Use 'linear', or gated_linear with gate "
-            "'retnet'"
-        )
-
-    def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        hidden_states = arguments.get(seam.HIDDEN_STATES, args, kwargs)
-        return args, kwargs | {HIDDEN_STATES: hidden_states}
-
-    module.register_forward_pre_hook(add, with_kwargs=True)

@@ -18,7 +18,11 @@ SECONDS = 300  # to start; most of it is importing vLLM in each process
 
 @pytest.fixture
 def server(folders, tmp_path):
-    """Return the address of a server of the embedded model, whose folder has the old form."""
+    """Start a server of the embedded model, whose folder has the old form.
+
+    Return a function that waits until it answers and returns its address: the references can be
+    computed while it starts.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -31,27 +35,32 @@ def server(folders, tmp_path):
         process = subprocess.Popen(
             command, env=environment, stdout=log, stderr=log, start_new_session=True
         )
-    address, end = f"http://127.0.0.1:{port}", time.monotonic() + SECONDS
-    try:
+    address = f"http://127.0.0.1:{port}"
+
+    def wait():
+        end = time.monotonic() + SECONDS
         while True:
             assert process.poll() is None, (tmp_path / "log").read_text()[-3000:]
             assert time.monotonic() < end, (tmp_path / "log").read_text()[-3000:]
             try:
                 urlopen(f"{address}/health", timeout=5)
-                break
+                return address
             except (URLError, ConnectionError, TimeoutError):
                 time.sleep(1)
-        yield address
+
+    try:
+        yield wait
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(60)
 
 
 def test_completions_are_the_tokens_of_generate(server, references):
+    address = server()
     for x in references["embedded", torch.float32][:6]:
         asked = {"model": "swapped", "prompt": x.prompt, "max_tokens": x.count, "temperature": 0}
         asked |= {"ignore_eos": True, "return_token_ids": True}
-        request = Request(f"{server}/v1/completions", json.dumps(asked).encode())
+        request = Request(f"{address}/v1/completions", json.dumps(asked).encode())
         request.add_header("Content-Type", "application/json")
         with urlopen(request, timeout=120) as answer:
             (choice,) = json.load(answer)["choices"]

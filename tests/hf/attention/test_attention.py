@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 import attnzoo
 from attnzoo.errors import UnsupportedError
-from attnzoo.hf.attention.call import attention
+from attnzoo.hf.attention.call import attention, pass_hidden_states
 from attnzoo.hf.masks import make_mask
 from attnzoo.hf.seam import cache_argument, output_cache
 from tests.helpers import MODEL_SIZES
@@ -277,3 +277,29 @@ def test_heads_that_tensor_parallelism_splits_are_refused(llama, monkeypatch):
     q, k = torch.zeros(1, 2, 3, 8), torch.zeros(1, 1, 3, 8)
     with pytest.raises(UnsupportedError, match=r"2 of the layer's 4 heads: tensor parallelism"):
         attention(layer, q, k, k, None)
+
+
+def test_hidden_states_are_passed_to_another_attention_function(monkeypatch, ids):
+    """As engines need them that run the modules with an attention function of their own."""
+    found = []
+
+    def other(module, query, key, value, mask, *, hidden_states_of_layer, **given):
+        found.append(hidden_states_of_layer)
+        return value.transpose(1, 2), None
+
+    monkeypatch.setitem(hf.AttentionInterface._global_mapping, "other", other)
+    model = MODELS["bert"]().eval()
+    model.config._attn_implementation = "other"
+    layers = [x.attention.self for x in model.encoder.layer]
+    expected = []
+    for layer in layers:
+        pass_hidden_states(layer, "hidden_states_of_layer")
+        layer.register_forward_hook(lambda _, args, __: expected.append(args[0]))
+    model(ids)
+    assert len(found) == len(layers)
+    assert all(x is y for x, y in zip(found, expected, strict=True))
+
+
+def test_a_module_that_passes_no_arguments_on_is_refused():
+    with pytest.raises(UnsupportedError, match="Linear passes no further arguments"):
+        pass_hidden_states(torch.nn.Linear(2, 2), "hidden_states")

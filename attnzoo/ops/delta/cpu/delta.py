@@ -23,6 +23,7 @@ from attnzoo.runtime.derivatives import check_reverse_mode, is_plain_call, refus
 from attnzoo.runtime.memory import (
     LANES,
     TYPE_NAMES,
+    cast,
     empty_huge_pages,
     pad_to_simd,
     register_buffer_bytes,
@@ -153,11 +154,11 @@ def _run_step(x: DeltaInputs) -> Result:
     last = kv if in_place or slots is not None else torch.empty_like(kv)
     dtype, batch = kv.dtype, x.q.shape[0]
     q, k, v = (_rows(t, dtype) for t in (x.q, x.k, x.v))
-    beta, log_decay = _cast(x.beta, dtype), x.log_decay
+    beta, log_decay = cast(x.beta, dtype), x.log_decay
     _, heads, size, columns = kv.shape
     decay_steps, decays = (0, 0), 0
     if log_decay is not None:
-        log_decay = _rows(log_decay, dtype) if log_decay.dim() == 4 else _cast(log_decay, dtype)
+        log_decay = _rows(log_decay, dtype) if log_decay.dim() == 4 else cast(log_decay, dtype)
         decays = size if log_decay.dim() == 4 else 1
         steps = log_decay.stride()
         decay_steps = (0, steps[0]) if len(steps) == 1 else (steps[0], steps[1])
@@ -173,18 +174,13 @@ def _run_step(x: DeltaInputs) -> Result:
         None if slots is None else slots.data_ptr(),
     )
     getattr(cpp.load(DELTA), f"delta_step_{TYPE_NAMES[x.state_dtype]}")(task)
-    return _cast(out, x.v.dtype), DeltaState(last)
+    return cast(out, x.v.dtype), DeltaState(last)
 
 
 def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``x`` in a dtype, with contiguous rows."""
-    x = _cast(x, dtype)
+    x = cast(x, dtype)
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``x`` in a dtype; a call of ``to`` that changes nothing is 3% of a step."""
-    return x if x.dtype == dtype else x.to(dtype)
 
 
 class _Arguments:

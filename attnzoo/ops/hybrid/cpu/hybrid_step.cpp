@@ -64,13 +64,14 @@ struct Step {
     Real* out;
     Key* next_keys;
     Real *next_values, *next_far, *next_kv, *next_z;
+    int64_t* next_seen;
 
     FIELDS(threads, batch, heads, groups, sinks, window, key_size, value_size, features, decays,
            counted, relative, q_map, k_map, q_row, q_head, k_row, k_head, v_row, v_head, fq_row, fq_head, fk_row,
            fk_head, decay_row, decay_head, weight_row, weight_head, keys_row, values_row, far_row,
            kv_row, z_row, seen_row, scale, map_scale, q, k, v, fq, fk,
            log_decay, log_weight, keys, values, far, kv, z, seen, slots, out, next_keys, next_values,
-           next_far, next_kv, next_z)
+           next_far, next_kv, next_z, next_seen)
 };
 
 template <class Real, class Key>
@@ -235,6 +236,10 @@ static void step(const Step<Real, Key>& t) {
         for (int64_t i = piece * count / pieces; i < (piece + 1) * count / pieces; ++i)
             step.run(i / t.heads, i % t.heads);
     });
+    for (int64_t row = 0; row < t.batch; ++row) {  // all heads have read it
+        const int64_t state = t.slots ? t.slots[row] : row;
+        if (state >= 0) t.next_seen[state * t.seen_row] = t.seen[state * t.seen_row] + 1;
+    }
 }
 
 extern "C" void hybrid_step_float32(const Step<float, float>* task) { step(*task); }

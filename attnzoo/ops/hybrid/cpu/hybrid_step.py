@@ -20,7 +20,7 @@ from attnzoo.ops.linear.cpu.call import MAP_NAMES, map_numbers
 from attnzoo.runtime import cpp
 from attnzoo.runtime.cpp.layout import Function
 from attnzoo.runtime.derivatives import is_plain_call
-from attnzoo.runtime.memory import with_contiguous_rows, with_contiguous_states
+from attnzoo.runtime.memory import cast, with_contiguous_rows, with_contiguous_states
 
 WIDE = {  # of each dtype of keys, that of everything else
     torch.float32: torch.float32,
@@ -48,15 +48,15 @@ class _Step(ctypes.Structure):
         *cpp.fields(
             ctypes.c_void_p,
             "q k v fq fk log_decay log_weight keys values far kv z seen slots "
-            "out next_keys next_values next_far next_kv next_z",
+            "out next_keys next_values next_far next_kv next_z next_seen",
         ),
     ]
 
 
+FUNCTIONS = {dtype: f"hybrid_step_{str(dtype).removeprefix('torch.')}" for dtype in WIDE}
 HYBRID_STEP = cpp.Source(
     Path(__file__).with_name("hybrid_step.cpp"),
-    {f"hybrid_step_{str(dtype).removeprefix('torch.')}": Function((_Step,)) for dtype in WIDE}
-    | MAP_NAMES,
+    dict.fromkeys(FUNCTIONS.values(), Function((_Step,))) | MAP_NAMES,
 )
 
 
@@ -87,33 +87,33 @@ def hybrid_step_cpp(x: StepInputs) -> StepResult:
     """
     q, k, v, branch, state, scale, in_place, slots = x
     dtype, wide = v.dtype, WIDE[k.dtype]
-    fq, fk = branch.q.to(wide), branch.k.to(wide)
-    q, v = fq if branch.q is q else q.to(wide), v.to(wide)
+    fq, fk = cast(branch.q, wide), cast(branch.k, wide)
+    q, v = fq if branch.q is q else cast(q, wide), cast(v, wide)
+    read = [*map(with_contiguous_rows, (q, k, v, fq, fk))]
     old = [*map(with_contiguous_states, state)]
     in_place = in_place and all(map(operator.is_, old, state))
     if not in_place:  # the next state has the strides of the one before
         old = [*map(Tensor.contiguous, old)]
-    if slots is not None and not in_place:  # the kernel writes some rows of the pool
-        old = [y.clone() for y in old]
-        state, in_place = HybridState._make(old), True
-    new = old[:5] if in_place else [*map(torch.empty_like, old[:5])]
-    read = [*map(with_contiguous_rows, (q, k, v, fq, fk))]
-    batch, (heads, stored, size) = len(q), old[0].shape[1:]
-    slots = None if slots is None else slots.to(torch.int64).contiguous()
+    if slots is not None:
+        slots = cast(slots, torch.int64).contiguous()
+        if not in_place:  # the kernel writes some rows of the pool
+            old, in_place = [y.clone() for y in old], True
+    new = old if in_place else [*map(torch.empty_like, old)]
+    after = state if new[0] is state.k else HybridState._make(new)
+    (batch, queries), (_, heads, stored, size) = q.shape[:2], old[0].shape
     columns, (window, features) = old[1].shape[3], old[2].shape[2:]
-    weight = branch.log_weight.expand(batch, q.shape[1], 1, 1)
+    out = v.new_empty(batch, queries, 1, columns)
+    if isinstance(v, FakeTensor):  # shapes without data, to count memory
+        return cast(out, dtype), after
+    weight = branch.log_weight.expand(batch, queries, 1, 1)
     decay, decays = branch.log_decay, 0
     decay_steps: tuple[int, ...] = (0, 0)
     if decay is not None:
         decay = decay.contiguous()
         decays = features if decay.dim() == 4 else 1
         decay_steps = (0, 1) if decay.dim() == 1 else decay.stride()[:2]
-    out = v.new_empty(batch, q.shape[1], 1, columns)
-    after = state if in_place else HybridState._make([*new, state.seen + 1])
-    if isinstance(v, FakeTensor):  # shapes without data, to count memory
-        return out.to(dtype), after
     task = _Step(
-        *(torch.get_num_threads(), batch, heads, q.shape[1] // heads, stored - window, window),
+        *(torch.get_num_threads(), batch, heads, queries // heads, stored - window, window),
         *(size, columns, features, decays, branch.mean, branch.relative),
         *map_numbers(HYBRID_STEP, branch.feature_map),
         *chain(*[t.stride()[:2] for t in read], decay_steps, weight.stride()[:2]),
@@ -125,10 +125,5 @@ def hybrid_step_cpp(x: StepInputs) -> StepResult:
         None if slots is None else slots.data_ptr(),
         *map(Tensor.data_ptr, (out, *new)),
     )
-    function = f"hybrid_step_{str(k.dtype).removeprefix('torch.')}"
-    getattr(cpp.load(HYBRID_STEP), function)(task)
-    if slots is not None:
-        state.seen.scatter_add_(0, slots.clamp(min=0), (slots >= 0).to(torch.int64))
-    elif in_place:
-        state.seen.add_(1)
-    return out.to(dtype), after
+    getattr(cpp.load(HYBRID_STEP), FUNCTIONS[k.dtype])(task)
+    return cast(out, dtype), after
