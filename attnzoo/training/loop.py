@@ -496,6 +496,7 @@ class Loop:
             best.save(path)
             self.accelerator.wait_for_everyone()
 
+        progress = {**progress, "best": best.prefix}
         self.checkpoints.write(progress, save, main=self.accelerator.is_main_process)
 
 
