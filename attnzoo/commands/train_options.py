@@ -64,6 +64,13 @@ class TrainOptions:
         float | None,
         typer.Option(help="learning rate of the weights in attention layers; default: the same"),
     ] = None
+    lr_find_steps: Annotated[
+        int,
+        typer.Option(
+            help="steps of each short run that searches the factor of a stage's rates, 0.1 to 3; "
+            "0: no search"
+        ),
+    ] = 0
     lora_rank: Annotated[int, typer.Option(help="rank of LoRA adapters")] = 16
     lora_alpha: Annotated[
         int | None, typer.Option(help="scale of the adapters, times the rank; default: 2 x rank")
@@ -222,6 +229,7 @@ class TrainOptions:
             checkpoint_every=self.checkpoint_every,
             checkpoint_minutes=self.checkpoint_minutes,
             entropy_every=self.entropy_every,
+            lr_find_steps=self.lr_find_steps,
             cp_size=self.cp_size,
             seed=self.seed,
             precision=self.precision,
