@@ -122,15 +122,15 @@ def _search(loop: Any, model: Any, stage: Any) -> dict[str, Any]:
         shown = _mean(losses[factor])
         text = "diverges" if shown is None else f"held-out loss {shown:.4f}"
         loop.log(f"{stage.name}, rates times {factor:g}: {text}")
-    factor = choose_factor(losses)
-    if factor is None:
+    chosen = choose_factor(losses)
+    if chosen is None:
         raise ConfigError(
             f"Stage {stage.name!r} diverges in {steps} steps even at {FACTORS[0]:g} of its rates; "
             "give smaller ones (--transfer-lr, --weights-lr, --extras-lr)"
         )
     return {
-        "factor": factor,
-        "rates": [group["lr"] for group in _scaled(stage.groups, factor)],
+        "factor": chosen,
+        "rates": [group["lr"] for group in _scaled(stage.groups, chosen)],
         "losses": {f"{f:g}": _mean(found) for f, found in losses.items()},
     }
 
