@@ -13,7 +13,15 @@ from attnzoo.commands.model_argument import ModelArgument, model_folder
 from attnzoo.commands.recovery import print_results
 from attnzoo.commands.spec_options import parse_object, split
 from attnzoo.commands.terminal import AsJson, console, problems
-from attnzoo.commands.train_options import Column, Control, DataIfGiven, Length, TargetLength
+from attnzoo.commands.train_options import (
+    Column,
+    Control,
+    DataIfGiven,
+    Length,
+    MaxTokens,
+    TargetLength,
+    token_count,
+)
 from attnzoo.errors import ConfigError
 
 
@@ -69,6 +77,7 @@ def evaluate(
     path: ModelArgument,
     data: DataIfGiven = None,
     rows: Rows = 32,
+    max_tokens: MaxTokens = None,
     length: Length = 512,
     control: Control = None,
     target_length: TargetLength = None,
@@ -86,7 +95,6 @@ def evaluate(
     task_folder: TaskFolder = False,
 ) -> None:
     """Compare a swapped model with softmax and with its window alone, on text or on tasks."""
-    from attnzoo.evaluation.harness import HarnessTasks
     from attnzoo.training.evaluate_command import evaluate as evaluate_model
 
     options = {
@@ -97,22 +105,16 @@ def evaluate(
         "metadata": None if metadata is None else parse_object(metadata, "--metadata"),
         "gen_kwargs": gen_kwargs,
     }
-    given = [name for name, value in options.items() if value is not None]
-    if tasks is None and given:
-        raise ConfigError(f"{given[0]} is an option of tasks; give --tasks, or leave it out")
-    size = int(batch_size) if batch_size.isdigit() else batch_size
-    harness = None
-    if tasks is not None:
-        harness = HarnessTasks(names=split(tasks), batch_size=size, **options)  # type: ignore[arg-type]
     results = evaluate_model(
         path,
         data or [],
         column=column,
         row_length=length,
         rows=rows,
+        max_tokens=token_count(max_tokens, "--max-tokens"),
         control=control,
         target_length=target_length,
-        tasks=harness,
+        tasks=_harness_tasks(tasks, batch_size, options),
         original=original,
         log=partial((problems if as_json else console).print, soft_wrap=True, highlight=False),
     )
@@ -125,3 +127,20 @@ def evaluate(
         tasks_table(results).print(console)
     if "lines" in results:
         print_results(results)
+
+
+def _harness_tasks(tasks: str | None, batch_size: str, options: dict[str, Any]) -> Any:
+    """Return the tasks with their options; ``None`` without tasks.
+
+    Raises:
+        ConfigError: An option of tasks is given without them.
+    """
+    from attnzoo.evaluation.harness import HarnessTasks
+
+    given = [name for name, value in options.items() if value is not None]
+    if tasks is None and given:
+        raise ConfigError(f"{given[0]} is an option of tasks; give --tasks, or leave it out")
+    if tasks is None:
+        return None
+    size = int(batch_size) if batch_size.isdigit() else batch_size
+    return HarnessTasks(names=split(tasks), batch_size=size, **options)

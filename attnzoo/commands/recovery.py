@@ -18,7 +18,9 @@ from attnzoo.commands.terminal import console, problems
 from attnzoo.commands.train_options import (
     Column,
     Data,
+    MaxTokens,
     TrainOptions,
+    token_count,
     with_train_options,
 )
 from attnzoo.errors import ConfigError, SpecError
@@ -142,6 +144,7 @@ def plan(
     from_: PlanFrom = None,
     equal_window: EqualWindow = None,
     rows: Annotated[int, typer.Option(min=1, help="rows to measure on")] = 8,
+    max_tokens: MaxTokens = None,
     length: PlanLength = None,
     target_length: PlanTarget = None,
     window: Annotated[int, typer.Option(min=1, help="report attention beyond so many tokens")] = 32,
@@ -155,7 +158,6 @@ def plan(
     from attnzoo.training.loading import load_rows
     from attnzoo.training.plan import make_plan
     from attnzoo.training.reuse import read_transferred
-    from attnzoo.training.train_config import TrainConfig
 
     if keep_softmax is not None and cache_bytes is not None:
         raise SpecError("plan takes either --keep-softmax or --cache-bytes")
@@ -168,7 +170,7 @@ def plan(
     transferred = None if from_ is None else read_transferred(from_)
     specs = {} if transferred and not candidate else _candidate_specs(candidate, equal_window)
     row_length = length or target_length or 512
-    train, _ = load_rows(path, data, column, TrainConfig(row_length=row_length, repeat_share=1.0))
+    train, _ = load_rows(path, data, column, _config_of_rows(row_length, max_tokens))
     with show_status(console) as show:
         made_plan = make_plan(
             path,
@@ -186,6 +188,14 @@ def plan(
         console.print("Nothing was written; give --out FILE to save the plan.")
         return
     _write_plan(made_plan, out, path, rows)
+
+
+def _config_of_rows(row_length: int, max_tokens: str | None) -> Any:
+    """Return the configuration of the rows that a plan is measured on."""
+    from attnzoo.training.train_config import TrainConfig
+
+    limit = token_count(max_tokens, "--max-tokens")
+    return TrainConfig(row_length=row_length, repeat_share=1.0, max_tokens=limit)
 
 
 def _budget(cache_bytes: str, cache_length: str) -> Any:

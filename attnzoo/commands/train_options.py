@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from functools import wraps
@@ -19,6 +20,7 @@ from attnzoo.commands.spec_options import (
     parse_object,
     spec_of,
 )
+from attnzoo.errors import ConfigError
 
 _DATA = typer.Option(
     help="text, .jsonl or .parquet file, folder of them or of a saved data set, or the id of a "
@@ -29,6 +31,13 @@ Data = Annotated[list[Path], _DATA]
 DataIfGiven = Annotated[list[Path] | None, _DATA]
 Column = Annotated[
     str, typer.Option(help="field of JSON and parquet files and data sets with the text")
+]
+MaxTokens = Annotated[
+    str | None,
+    typer.Option(
+        help="read only as much of --data as has so many tokens, such as 300M; data sets of the "
+        "Hub are then streamed, and not downloaded whole"
+    ),
 ]
 Length = Annotated[int, typer.Option(help="tokens per row")]
 Control = Annotated[
@@ -43,11 +52,27 @@ TargetLength = Annotated[
 ]
 
 
+def token_count(text: str | None, option: str) -> int | None:
+    """Return the number in a text such as ``300M``, with units of 1000; ``None`` without a text.
+
+    Raises:
+        ConfigError: The text is not a number above 0.
+    """
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmbt]?)", text.strip().lower())
+    count = round(float(found[1]) * 1000 ** " kmbt".index(found[2] or " ")) if found else 0
+    if count < 1:
+        raise ConfigError(f"{option} must be a number of tokens such as 300M or 2B, got {text!r}")
+    return count
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
     """Options of both ``recover`` and ``finetune``."""
 
     data: Data
+    max_tokens: MaxTokens = None
     out: Annotated[Path, typer.Option(help="new folder for the model")]
     recipe: Annotated[
         str | None,
@@ -64,6 +89,13 @@ class TrainOptions:
         float | None,
         typer.Option(help="learning rate of the weights in attention layers; default: the same"),
     ] = None
+    lr_find_steps: Annotated[
+        int,
+        typer.Option(
+            help="steps of each short run that searches the factor of a stage's rates, 0.1 to 3; "
+            "0: no search"
+        ),
+    ] = 0
     lora_rank: Annotated[int, typer.Option(help="rank of LoRA adapters")] = 16
     lora_alpha: Annotated[
         int | None, typer.Option(help="scale of the adapters, times the rank; default: 2 x rank")
@@ -222,6 +254,7 @@ class TrainOptions:
             checkpoint_every=self.checkpoint_every,
             checkpoint_minutes=self.checkpoint_minutes,
             entropy_every=self.entropy_every,
+            lr_find_steps=self.lr_find_steps,
             cp_size=self.cp_size,
             seed=self.seed,
             precision=self.precision,
@@ -237,6 +270,7 @@ class TrainOptions:
         targets = self.lora_target_modules
         return {
             "row_length": self.length,
+            "max_tokens": token_count(self.max_tokens, "--max-tokens"),
             "loop": loop,
             "lora_target_modules": None if targets is None else tuple(targets),
             **{n: getattr(self, n) for n in names},

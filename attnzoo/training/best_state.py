@@ -8,6 +8,8 @@ the original model's, by more than a standard error over the same rows.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +25,8 @@ from torch.distributed.fsdp import FSDPModule
 from attnzoo.errors import UntrainedWarning
 from attnzoo.evaluation.generation import GenerationBatch, continue_greedily
 from attnzoo.evaluation.margins import paired
+from attnzoo.report.atomic_write import atomic_path
+from attnzoo.training.checkpoints import BEST
 from attnzoo.training.transfer import evaluation_mode
 
 ROWS = 16  # held-out rows of the loss
@@ -76,6 +80,11 @@ class LastState:
     def restore(self) -> None:
         """Do nothing."""
 
+    @property
+    def prefix(self) -> str | None:
+        """Prefix of the files of the best state; ``None`` if a checkpoint needs none."""
+        return None
+
     def save(self, folder: Path) -> None:
         """Write nothing."""
 
@@ -121,13 +130,14 @@ class BestState(LastState):
         self.best: Score | None = None
         self.first: Score | None = None
         self.state: list[Tensor] = []
+        self.written: str | None = None  # the file that this process has written last, or read
 
     def after_step(self, step: int) -> None:
         """Evaluate the state after so many steps of the stage, if it is time to."""
         self.step = step
         if step % self.every and step != self.stage.steps:
             return
-        score = self._score(step)
+        score = self.score(step)
         if self.best is None or score.is_better_than(self.best):
             self.best = score
             self.state = [p.detach().clone() for p in self._parameters()]
@@ -147,17 +157,30 @@ class BestState(LastState):
                 f"is kept, the best by {self.best}"
             )
 
-    def save(self, folder: Path) -> None:
-        """Write the best state and its scores into a checkpoint's folder.
+    @property
+    def prefix(self) -> str | None:
+        """Prefix of the files of the best state: stage, step and a hash of the scores.
 
-        The checkpoint has the parameters of the current step, so they are not written again.
+        ``None`` if the best state is the current one, whose parameters a checkpoint has anyway.
         """
+        if self.best is None or self.best.step == self.step:
+            return None
+        scores = json.dumps([self.stage.name, asdict(self.best)])
+        digest = hashlib.sha256(scores.encode()).hexdigest()[:16]
+        return f"{self.stage.name.replace(' ', '-')}-{self.best.step:06d}-{digest}"
+
+    def save(self, folder: Path) -> None:
+        """Write the scores into a checkpoint's folder, and the best state once beside it."""
         if not self.writes:
             return
-        current = self.best is not None and self.best.step == self.step
         scores = {k: x and asdict(x) for k, x in (("best", self.best), ("first", self.first))}
-        state = None if current else self.state
-        torch.save({**scores, "state": state}, folder / FILE.format(rank=self.rank))
+        name = None if self.prefix is None else f"{self.prefix}-{self.rank}.pt"
+        if name is not None and name != self.written:
+            (folder.parent / BEST).mkdir(exist_ok=True)
+            with atomic_path(folder.parent / BEST / name) as partial:
+                torch.save(self.state, partial)
+            self.written = name
+        torch.save({**scores, "state": None, "file": name}, folder / FILE.format(rank=self.rank))
 
     def load(self, folder: Path) -> None:
         """Read what :meth:`save` wrote, if this checkpoint has it; the model is loaded before."""
@@ -166,8 +189,12 @@ class BestState(LastState):
             return
         data = torch.load(path, weights_only=True, map_location="cpu")
         self.best, self.first = (Score(**data[k]) if data[k] else None for k in ("best", "first"))
-        own = self._parameters()
-        saved = own if data["state"] is None else data["state"]
+        own, saved = self._parameters(), data["state"]  # tensors in checkpoints of version 0.2
+        if saved is None:
+            saved, self.written = own, data.get("file")
+        if self.written is not None:
+            file = folder.parent / BEST / Path(self.written).name
+            saved = torch.load(file, weights_only=True, map_location="cpu")
         self.state = [x.detach().to(p.device, copy=True) for p, x in zip(own, saved, strict=True)]
 
     def _parameters(self) -> list[nn.Parameter]:
@@ -181,12 +208,13 @@ class BestState(LastState):
         return [p for p in self.model.parameters() if p.requires_grad]
 
     @torch.no_grad()
-    def _score(self, step: int) -> Score:
+    def score(self, step: int) -> Score:
+        """Evaluate the model after so many steps."""
         self.stage.before_step(self.stage.steps)  # as at the end: no window dropout, fixed draws
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())  # a raw swap is untrained by definition
             warnings.simplefilter("ignore", UntrainedWarning)
-            for context in (_random_state_kept(), evaluation_mode(self.model), self.autocast()):
+            for context in (random_state_kept(), evaluation_mode(self.model), self.autocast()):
                 stack.enter_context(context)
             losses = [float(self.stage.loss(self.model, row)) for row in self.rows]
             agreement: list[float] = []
@@ -202,7 +230,7 @@ class BestState(LastState):
 
 
 @contextmanager
-def _random_state_kept() -> Iterator[None]:
+def random_state_kept() -> Iterator[None]:
     """Context after which torch's random numbers are those that they would be without it."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):

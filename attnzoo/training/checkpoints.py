@@ -23,6 +23,7 @@ from attnzoo.report.output_path import check_folder
 
 RUN = "run.json"
 FOLDER = "checkpoints"
+BEST = "best"  # folder beside the checkpoints, with best states that several of them refer to
 LOCK = "run.lock"
 DONE = "progress.json"  # written last: a checkpoint without it is incomplete
 PARTIAL = ".partial"  # suffix of a checkpoint that is being written
@@ -60,6 +61,7 @@ class Checkpoints:
         self._lock = FileLock(out / FOLDER / LOCK, timeout=0)
         self._executor = ThreadPoolExecutor(max_workers=1)
         self._finishing: Future[None] | None = None  # hashes the last checkpoint
+        self._best_hashes: dict[str, str] = {}  # of files in BEST, which do not change
 
     def begin(self, *, resume: bool) -> dict[str, Any] | None:
         """Create the folder of a new run, or find the last checkpoint; called by one process.
@@ -187,7 +189,8 @@ class Checkpoints:
         next call waits for the thread.
 
         Args:
-            progress: Progress of the run as JSON data; ``total`` counts its steps.
+            progress: Progress of the run as JSON data; ``total`` counts its steps, and ``best`` is
+                the prefix of the files in :data:`BEST` that the checkpoint refers to, if any.
             save: Writes the state into a folder, on all processes.
             main: Whether this process renames the folder and removes old checkpoints.
 
@@ -215,7 +218,8 @@ class Checkpoints:
     def _finish(self, progress: Mapping[str, Any], partial: Path, final: Path) -> None:
         """Hash and rename a checkpoint whose files are written, and remove old ones."""
         with explain_write_errors(self):
-            data = {**progress, "files": file_hashes(partial)}
+            hashes = file_hashes(partial) | self._hash_best(progress.get("best"))
+            data = {**progress, "files": hashes}
             atomic_write(partial / DONE, json.dumps(data, allow_nan=False))
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
@@ -223,6 +227,33 @@ class Checkpoints:
         complete = sorted((path for path in steps if _step(path) <= _step(final)), key=_step)
         for path in complete[: -self.keep]:
             shutil.rmtree(path)
+        self._remove_unused_best()
+
+    def _hash_best(self, prefix: str | None) -> dict[str, str]:
+        """Return the hashes of the best state's files by their paths from a checkpoint.
+
+        A file is hashed once in a process, so that later damage does not go into new checkpoints.
+        """
+        if prefix is None:
+            return {}
+        found = {}
+        for path in sorted((self.out / FOLDER / BEST).glob(f"{prefix}-*.pt")):
+            if path.name not in self._best_hashes:
+                self._best_hashes[path.name] = _hash(path)
+            found[f"../{BEST}/{path.name}"] = self._best_hashes[path.name]
+        return found
+
+    def _remove_unused_best(self) -> None:
+        """Remove the files of best states that no checkpoint refers to, incomplete ones too."""
+        used: set[str] = set()
+        for progress in (self.out / FOLDER).glob(f"step-*/{DONE}"):
+            with suppress(OSError, ValueError, AttributeError):  # a damaged checkpoint
+                files = json.loads(progress.read_text("utf-8")).get("files", {})
+                used |= {Path(name).name for name in files if name.startswith(f"../{BEST}/")}
+        for path in (self.out / FOLDER / BEST).glob("*"):
+            if path.name not in used:
+                path.unlink()
+                self._best_hashes.pop(path.name, None)
 
     def clear(self) -> None:
         """Remove all checkpoints of a finished run."""
@@ -270,18 +301,23 @@ def file_hashes(folder: Path) -> dict[str, str]:
     hashes = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name != DONE:
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            hashes[path.relative_to(folder).as_posix()] = digest
+            hashes[path.relative_to(folder).as_posix()] = _hash(path)
     return hashes
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def damaged_file(folder: Path, hashes: Mapping[str, str]) -> str:
     """Return which file of a checkpoint is missing or differs from its hash; ``""`` if none."""
-    found = file_hashes(folder)
     for name, digest in hashes.items():
-        if found.get(name) != digest:
-            return f"{name} is {'changed' if name in found else 'missing'}"
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if _hash(path) != digest:
+            return f"{name} is changed"
     return ""
 
 

@@ -107,22 +107,32 @@ def check_vocabulary(token: int, vocab_size: int) -> None:
         )
 
 
-def tokenize(documents: datasets.Dataset, tokenizer: Any) -> datasets.Dataset:
-    """Return the tokens of each document, ``input_ids``, and its ``bytes`` of text."""
+def tokenizer_key(tokenizer: Any) -> str:
+    """Return a text that is equal for tokenizers which return equal tokens."""
     fast = getattr(tokenizer, "is_fast", False)
     own = tokenizer.backend_tokenizer.to_str() if fast else sorted(tokenizer.get_vocab().items())
-    key = repr((documents._fingerprint, type(tokenizer).__qualname__, own, FORMAT))
+    return repr((type(tokenizer).__qualname__, own))
 
-    def tokens(texts: list[str]) -> dict[str, Any]:
-        return {
-            "input_ids": tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"],
-            "bytes": [len(text.encode()) for text in texts],
-        }
+
+def tokens_of(texts: list[str], tokenizer: Any) -> dict[str, Any]:
+    """Return the columns of :data:`FEATURES` of documents."""
+    return {
+        "input_ids": tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"],
+        "bytes": [len(text.encode()) for text in texts],
+    }
+
+
+def tokenize(documents: datasets.Dataset, tokenizer: Any) -> datasets.Dataset:
+    """Return the tokens of each document, ``input_ids``, and its ``bytes`` of text."""
+    if set(FEATURES) <= set(documents.column_names):  # tokenized when they were read
+        return documents.select_columns(list(FEATURES))
+    fast = getattr(tokenizer, "is_fast", False)
+    key = repr((documents._fingerprint, tokenizer_key(tokenizer), FORMAT))
 
     many = len(documents) >= MANY_DOCUMENTS
     with progress_bars(many):
         return documents.map(
-            tokens,
+            partial(tokens_of, tokenizer=tokenizer),
             input_columns="text",
             batched=True,
             batch_size=DOCUMENTS_AT_ONCE,
@@ -198,7 +208,7 @@ def _write_rows(
     """Write the rows of tokenized documents to a folder."""
     ends = 0 if end is None else 1
     blocks = documents.with_format("arrow")
-    sizes = [len(x["input_ids"].combine_chunks().values) for x in _batches(blocks)]
+    sizes = [_count(x["input_ids"].combine_chunks()) for x in _batches(blocks)]
     count = sum(sizes) + ends * len(documents)
     shape = (count // row_length, row_length)
     if not shape[0]:
@@ -231,6 +241,12 @@ def _write_rows(
 
 def _batches(documents: datasets.Dataset) -> Any:
     return documents.iter(DOCUMENTS_AT_ONCE)
+
+
+def _count(documents: Any) -> int:
+    """Return the tokens of documents, which may be a part of a larger array."""
+    offsets = documents.offsets
+    return int(offsets[-1].as_py() - offsets[0].as_py())
 
 
 def _concatenate(documents: Any, end: int | None) -> tuple[Any, Any]:

@@ -57,7 +57,7 @@ def read_documents(
     Raises:
         DataError: A path is missing or cannot be read, or there is no text.
     """
-    weights = dict(map(_split_weight, paths))
+    weights = dict(map(split_weight, paths))
     if any(weight is not None for weight in weights.values()):
         return _mixture(weights, column, extract)
     files: list[Path] = []
@@ -72,11 +72,11 @@ def read_documents(
         parts.insert(0, _documents_in(files, column, extract))
     documents = concatenate_datasets(parts) if parts else None
     if not documents:
-        raise _no_text(paths)
+        raise no_text(paths)
     return documents
 
 
-def _split_weight(path: Path | str) -> tuple[str, float | None]:
+def split_weight(path: Path | str) -> tuple[str, float | None]:
     """Return a path and its weight; an existing path that looks like one has no weight."""
     text = str(path)
     found = None if Path(text).exists() else WEIGHT.fullmatch(text)
@@ -97,6 +97,17 @@ def _mixture(weights: Mapping[str, float | None], column: str, extract: Extract 
     Raises:
         DataError: A path has no weight, or a weight is 0.
     """
+    return interleave_datasets(
+        [read_documents([path], column, extract) for path in weights], **mixture_options(weights)
+    )
+
+
+def mixture_options(weights: Mapping[str, float | None]) -> dict[str, Any]:
+    """Return the arguments of ``datasets.interleave_datasets`` for sources with these weights.
+
+    Raises:
+        DataError: A path has no weight, or a weight is 0.
+    """
     missing = [path for path, weight in weights.items() if not weight]
     if missing or len(weights) < 2:
         raise DataError(
@@ -105,29 +116,43 @@ def _mixture(weights: Mapping[str, float | None], column: str, extract: Extract 
             "--data PATH:WEIGHT for each, such as a.jsonl:0.7"
         )
     values = [weight for weight in weights.values() if weight]
-    return interleave_datasets(
-        [read_documents([path], column, extract) for path in weights],
-        probabilities=[value / sum(values) for value in values],
-        seed=MIXTURE_SEED,
-        stopping_strategy="first_exhausted",
-    )
+    return {
+        "probabilities": [value / sum(values) for value in values],
+        "seed": MIXTURE_SEED,
+        "stopping_strategy": "first_exhausted",
+    }
 
 
 def _data_set(path: Path) -> Dataset | None:
     """Return a data set of the Hub or of a folder of ``save_to_disk``; ``None`` for other paths."""
+    if not is_hub_id(path):
+        return saved_data_set(path)
+    with explain_hub_errors(path):
+        name, _, config = str(path).partition(":")
+        return datasets.load_dataset(name, config or None, split="train")
+
+
+def saved_data_set(path: Path) -> Dataset | None:
+    """Return the data set of a folder of ``save_to_disk``; ``None`` for other paths."""
     if (path / "state.json").is_file():
         return datasets.load_from_disk(str(path))
     if (path / "dataset_dict.json").is_file():
         return datasets.load_from_disk(str(path / "train"))
-    if (
-        path.exists()
-        or path.suffix.lower() in (*READERS, ".txt")
-        or not HUB_ID.fullmatch(str(path))
-    ):
-        return None
-    name, _, config = str(path).partition(":")
+    return None
+
+
+def is_hub_id(path: Path) -> bool:
+    """Return whether a path is the id of a data set of the Hub: no file, and ``owner/name``."""
+    if path.exists() or path.suffix.lower() in (*READERS, ".txt"):
+        return False
+    return HUB_ID.fullmatch(str(path)) is not None
+
+
+@contextmanager
+def explain_hub_errors(path: Path) -> Iterator[None]:
+    """Context in which errors of loading a data set of the Hub become a :class:`DataError`."""
     try:
-        return datasets.load_dataset(name, config or None, split="train")
+        yield
     except (DatasetNotFoundError, OSError, ValueError) as error:
         raise DataError(
             f"There is no file or folder {str(path)!r}, and no data set of the Hub by this name "
@@ -135,7 +160,12 @@ def _data_set(path: Path) -> Dataset | None:
         ) from error
 
 
-def _document(row: dict[str, Any], column: str, extract: Extract | None, source: str) -> str:
+def document_of(row: dict[str, Any], column: str, extract: Extract | None, source: str) -> str:
+    """Return the text of a row of a file or data set.
+
+    Raises:
+        DataError: The row has no such text.
+    """
     if extract is not None:
         return extract(row, source)
     if not isinstance(row.get(column), str):
@@ -147,7 +177,8 @@ def _document(row: dict[str, Any], column: str, extract: Extract | None, source:
     return str(row[column])
 
 
-def _entry(text: str) -> dict[str, Any]:
+def entry_of(text: str) -> dict[str, Any]:
+    """Return the columns of a document."""
     return {"text": text, "digest": hashlib.sha256(text.encode()).digest()}
 
 
@@ -157,8 +188,8 @@ def _documents_of(source: Dataset, column: str, extract: Extract | None, name: s
     def entries(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
         count = len(next(iter(rows.values())))
         single = ({key: values[i] for key, values in rows.items()} for i in range(count))
-        texts = [_document(row, column, extract, name) for row in single]
-        kept = [_entry(text) for text in texts if text.strip()]
+        texts = [document_of(row, column, extract, name) for row in single]
+        kept = [entry_of(text) for text in texts if text.strip()]
         return {key: [entry[key] for entry in kept] for key in FEATURES}
 
     columns = source.column_names
@@ -170,18 +201,30 @@ def _documents_of(source: Dataset, column: str, extract: Extract | None, name: s
 
 def _documents_in(files: Sequence[Path], column: str, extract: Extract | None) -> Dataset:
     """Return the documents of files; read again if a file has another size or time."""
-    found = [path.stat() for path in files]
-    versions = [(str(x), s.st_size, s.st_mtime_ns) for x, s in zip(files, found, strict=True)]
+    versions = file_versions(files)
     key = hashlib.sha256(repr((versions, column, _name(extract))).encode()).hexdigest()
+    large = sum(size for _, size, _ in versions) >= MANY_BYTES
+    with unwrap_generation_errors(), progress_bars(large):
+        return Dataset.from_generator(
+            _read_files,
+            features=FEATURES,
+            # a tuple: datasets reads the items of a list apart, and one of them may be empty
+            gen_kwargs={"files": tuple(files), "column": column, "extract": extract},
+            fingerprint=key[:16],
+        )
+
+
+def file_versions(files: Sequence[Path]) -> list[tuple[str, int, int]]:
+    """Return the path, the size and the time of the last change of each file."""
+    found = [path.stat() for path in files]
+    return [(str(x), s.st_size, s.st_mtime_ns) for x, s in zip(files, found, strict=True)]
+
+
+@contextmanager
+def unwrap_generation_errors() -> Iterator[None]:
+    """Context in which errors of a generator of documents come out of ``datasets`` as they are."""
     try:
-        with progress_bars(sum(x.st_size for x in found) >= MANY_BYTES):
-            return Dataset.from_generator(
-                _read_files,
-                features=FEATURES,
-                # a tuple: datasets reads the items of a list apart, and one of them may be empty
-                gen_kwargs={"files": tuple(files), "column": column, "extract": extract},
-                fingerprint=key[:16],
-            )
+        yield
     except DatasetGenerationError as error:
         cause = error.__cause__
         raise (cause if isinstance(cause, DataError) else DataError(str(error))) from cause
@@ -197,23 +240,29 @@ def _read_files(
     """Yield the documents of files."""
     found = False
     for path in files:
-        for row in _rows_in(path):
-            text = _document(row, column, extract, str(path))
+        for row in rows_in(path):
+            text = document_of(row, column, extract, str(path))
             if text.strip():
                 found = True
-                yield _entry(text)
+                yield entry_of(text)
     if not found:
-        raise _no_text(files)
+        raise no_text(files)
 
 
-def _no_text(paths: Sequence[Path | str]) -> DataError:
+def no_text(paths: Sequence[Path | str]) -> DataError:
+    """Return the error of sources without text."""
     return DataError(
         f"There is no text in {', '.join(map(str, paths))}; give files or folders of .txt, .jsonl "
         "or .parquet, or a data set of the Hub"
     )
 
 
-def _rows_in(path: Path) -> Iterator[dict[str, Any]]:
+def rows_in(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a file.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
     reader = READERS.get(path.suffix.lower(), "text")
     options = {"sample_by": "document"} if reader == "text" else {}
     if "::" in str(path):  # a chain of URLs to datasets

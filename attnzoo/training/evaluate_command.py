@@ -49,6 +49,7 @@ def evaluate(
     column: str = "text",
     row_length: int = 512,
     rows: int = 32,
+    max_tokens: int | None = None,
     control: int | None = None,
     target_length: int | None = None,
     tasks: HarnessTasks | None = None,
@@ -70,6 +71,8 @@ def evaluate(
         column: Field of JSON and parquet files that holds the text.
         row_length: Tokens per row.
         rows: Number of rows.
+        max_tokens: Number of tokens of the data that are read, as a stream; all when ``None``. The
+            held-out documents are those of a run with the same number.
         control: Window of ``window alone`` in tokens; by default the swap's widest window.
         target_length: Tokens for which the swap is meant: rows of that length, and of twice as
             many tokens, are evaluated too, and the window of equal memory is that of this length;
@@ -91,6 +94,7 @@ def evaluate(
         row_length=row_length,
         judged_rows=rows,
         repeat_share=0.0,
+        max_tokens=max_tokens,
         control=control,
         target_length=target_length,
     )

@@ -20,6 +20,7 @@ from attnzoo.spec import AttentionSpec
 from attnzoo.training.completions import example_of, pack_completions
 from attnzoo.training.data import Rows, pack, with_repeats
 from attnzoo.training.documents import DataError, Extract, read_documents, split_documents
+from attnzoo.training.streaming import stream_documents
 from attnzoo.training.train_config import TrainConfig
 
 R = TypeVar("R")
@@ -37,7 +38,10 @@ def split_rows(
     read_config(path)  # raises an error if the folder has no model
     tokenizer = load_tokenizer(path)
     vocab_size = AutoConfig.from_pretrained(path).get_text_config().vocab_size
-    documents = read_documents(data, column, extract)
+    if config.max_tokens is None:
+        documents = read_documents(data, column, extract)
+    else:
+        documents = stream_documents(data, column, tokenizer, config.max_tokens)
     if extract is not None and len(documents) < 2:
         raise DataError("One example cannot be both trained on and held out; give more")
     train, held_out = (

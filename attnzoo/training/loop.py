@@ -10,8 +10,8 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,11 +25,12 @@ from torch.utils.data import DataLoader
 
 from attnzoo.errors import AttnzooError, ConfigError
 from attnzoo.hf.context_parallel import context_parallel
-from attnzoo.training.best_state import LastState
+from attnzoo.training.best_state import BestState, LastState, random_state_kept
 from attnzoo.training.checkpoints import Checkpoints, explain_write_errors
 from attnzoo.training.data import Rows
 from attnzoo.training.head_entropy import HEADS, EntropyLog
 from attnzoo.training.json_lines import append_line, read_lines, truncate_lines
+from attnzoo.training.lr_find import find_rates
 from attnzoo.training.optimizer import (
     BETAS,
     check_optimizer,
@@ -117,6 +118,7 @@ class LoopConfig:
     clip: float = 1.0  # largest gradient norm
     weight_decay: float = 0.0  # of matrices, not of norms, biases and decays of backends
     betas: tuple[float, float] = BETAS  # of AdamW
+    lr_find_steps: int = 0  # of each short run that searches the rates of a stage; 0: no search
     seed: int = 0
     checkpoint_every: int = 50  # steps; 0: at the end of each stage, and by checkpoint_minutes
     checkpoint_minutes: float | None = None  # minutes between checkpoints, beside those by steps
@@ -133,6 +135,7 @@ class LoopConfig:
             ("batch_size", 1),
             ("accumulate", 1),
             ("checkpoint_every", 0),
+            ("lr_find_steps", 0),
             ("keep", 1),
             ("cp_size", 1),
         ):
@@ -152,6 +155,11 @@ class LoopConfig:
             raise ConfigError(
                 "warmup is a fraction of the steps, at least 0 and below 1, or a whole number of "
                 f"steps, got {self.warmup}"
+            )
+        if 0 < self.lr_find_steps <= self.warmup:
+            raise ConfigError(
+                f"Each of the {self.lr_find_steps} steps of lr_find_steps is warmup "
+                f"({self.warmup:g} steps); give more, or a warmup below 1, a fraction"
             )
         if not 0 < self.clip < math.inf:
             raise ConfigError(f"clip must be above 0 and finite, got {self.clip}; 1.0 is usual")
@@ -195,7 +203,12 @@ class Loop:
         entropy_log: Measures the heads of the models, on the main process; ``None`` if not.
         keep_best: Returns what keeps the best state of a stage, given the model and the stage, or
             ``None`` to keep the last one.
+        make_judge: Returns what evaluates a model on held-out rows, given the model and the stage;
+            needed to search rates.
+        log: Called with messages.
     """
+
+    make_judge: Callable[[nn.Module, Stage], BestState]
 
     def __init__(
         self,
@@ -212,6 +225,7 @@ class Loop:
         self.mesh = mesh
         self.entropy_log: EntropyLog | None = None
         self.keep_best: Callable[[nn.Module, Stage], LastState | None] = lambda model, stage: None
+        self.log: Callable[[str], None] = lambda text: None
         self.total = 0  # steps of the stages so far
         self.saved = time.monotonic()  # time of the last checkpoint
         if accelerator.is_main_process:
@@ -241,10 +255,9 @@ class Loop:
         trained = {id(p) for group in stage.groups for p in group["params"]}
         for parameter in model.parameters():
             parameter.requires_grad_(id(parameter) in trained)
-        optimizer, schedule = self._optimizer(model, stage)
-        wrapped, optimizer, schedule, loader = self.accelerator.prepare(
-            model, optimizer, schedule, self._loader(stage)
-        )
+        if self.config.lr_find_steps:
+            stage = find_rates(self, model, stage, started=done > first)
+        wrapped, optimizer, schedule, loader = self._prepare(model, stage)
         best = self.keep_best(self._callable(model, wrapped), stage) or LastState()
         self._start(wrapped, best, resume=done > first)
         model.train()
@@ -280,6 +293,47 @@ class Loop:
             self.accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)
         self.accelerator.free_memory()
         return model.requires_grad_(False)
+
+    def try_stage(self, model: nn.Module, stage: Stage, steps: int) -> list[float] | None:
+        """Train a model as in the first steps of a stage, evaluate it, and restore it.
+
+        Nothing is recorded, and the random state is kept. Weights are not sharded.
+
+        Args:
+            model: The model, in which only the stage's parameters have gradients.
+            stage: The stage.
+            steps: Number of steps, over which the schedule of the rates extends.
+
+        Returns:
+            The stage's loss on each held-out row; ``None`` if training diverges.
+        """
+        scaler = self.accelerator.scaler
+        scale = None if scaler is None else scaler.state_dict()
+        with _restored(model), random_state_kept():
+            wrapped, optimizer, schedule, loader = self._prepare(model, replace(stage, steps=steps))
+            batches = self._batches(loader, 0)
+            model.train()
+            try:
+                for step in range(steps):
+                    stage.before_step(step)
+                    self._step(wrapped, optimizer, next(batches), stage, step)
+                    if not self.accelerator.optimizer_step_was_skipped:
+                        schedule.step()
+                judge = self.make_judge(model, stage)
+                judge.generation = None  # the loss decides
+                return judge.score(steps).losses
+            except DivergenceError:  # on all processes: the loss is their mean
+                return None
+            finally:
+                self.accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)
+                self.accelerator.free_memory()
+                if scaler is not None:
+                    scaler.load_state_dict(scale)
+
+    def _prepare(self, model: nn.Module, stage: Stage) -> Any:
+        """Return the prepared model, optimizer, schedule and loader of a stage."""
+        optimizer, schedule = self._optimizer(model, stage)
+        return self.accelerator.prepare(model, optimizer, schedule, self._loader(stage))
 
     def _callable(self, model: nn.Module, wrapped: nn.Module) -> nn.Module:
         """Return the model to call for an evaluation: the wrapped one where weights are sharded."""
@@ -496,7 +550,25 @@ class Loop:
             best.save(path)
             self.accelerator.wait_for_everyone()
 
+        progress = {**progress, "best": best.prefix}
         self.checkpoints.write(progress, save, main=self.accelerator.is_main_process)
+
+
+@contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Context after which a model has the parameters, buffers and modes that it had before."""
+    modes = {module: module.training for module in model.modules()}
+    tensors = [p for p in model.parameters() if p.requires_grad] + list(model.buffers())
+    saved = [x.detach().clone() for x in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for x, before in zip(tensors, saved, strict=True):
+                x.copy_(before)
+                x.grad = None
+        for module, training in modes.items():
+            module.training = training
 
 
 def zero_loss(stage: Stage) -> Tensor:

@@ -14,6 +14,7 @@ from attnzoo.evaluation.margins import mean_of
 from attnzoo.evaluation.models import max_positions
 from attnzoo.hf.swap.convert import original_attention
 from attnzoo.training.head_entropy import make_entropy_log
+from attnzoo.training.lr_find import read_found
 from attnzoo.training.runs import Run
 
 LENGTHS = (256, 1024, 4096)  # context lengths at which decoding is timed, in tokens
@@ -37,7 +38,7 @@ def complete(
             return run.finished
         run.evaluate_baselines()
         run.loop.entropy_log = make_entropy_log(run)
-        run.loop.keep_best = run.keep_best
+        run.loop.keep_best, run.loop.make_judge, run.loop.log = run.keep_best, run.judge, run.log
         model, further = train(run)
         results = {**_collect(run, model, run.evaluate_result(model)), **further}
         run.save(model, results)
@@ -59,6 +60,7 @@ def _collect(run: Run, model: PreTrainedModel, lines: dict[str, Any]) -> dict[st
         "decoding": decoding_cost(model, run) if decodes else {},
         **run.provenance,
         "about": run.about,
+        "lr_find": read_found(run.checkpoints),
     }
 
 

@@ -61,6 +61,7 @@ from attnzoo.training.loop import (
     Stage,
     read_losses,
 )
+from attnzoo.training.lr_find import check_lr_find
 from attnzoo.training.model_card import about_run
 from attnzoo.training.plan import weights_fingerprint
 from attnzoo.training.quality import (
@@ -247,10 +248,13 @@ class Run:
         """Check the folder of the checkpoints on all processes; a run that is refused leaves none.
 
         Raises:
-            ConfigError: As :func:`check_folders`.
+            ConfigError: As :func:`check_folders` and :func:`check_lr_find`.
         """
         checkpoint = None if progress is None else Path(progress["path"])
         try:
+            check_lr_find(
+                self.accelerator, self.config.loop.lr_find_steps, self.config.loop.cp_size
+            )
             check_folders(self.accelerator, self.out / FOLDER, checkpoint)
         except ConfigError:
             if progress is None and self.accelerator.is_main_process:
@@ -420,12 +424,15 @@ class Run:
         The best state is neither kept under DeepSpeed, whose optimizer has the weights, nor under
         context parallelism, where a process has a part of each row.
         """
-        every = self.config.evaluate_every
-        if every == 0:
+        if self.config.evaluate_every == 0:
             return None
         if self.mesh is not None or self.accelerator.distributed_type == DistributedType.DEEPSPEED:
             self.log(f"{stage.name}: the last state is kept, not the best (DeepSpeed or cp_size)")
             return None
+        return self.judge(model, stage)
+
+    def judge(self, model: nn.Module, stage: Stage) -> BestState:
+        """Return what evaluates the states of a stage on held-out rows, and keeps the best."""
         rows = self.held_out
         count = min(best_state.ROWS, len(rows))
         chosen = [rows[i * len(rows) // count] for i in range(count)]
@@ -439,7 +446,7 @@ class Run:
             generation=None
             if generation is None or stage.name != "distil"  # transfer has no output of its own
             else generation.to(device),
-            every=every,
+            every=self.config.evaluate_every,
             autocast=self._autocast,
             log=self.log if self.accelerator.is_main_process else lambda text: None,
             rank=self.accelerator.process_index if sharded else 0,

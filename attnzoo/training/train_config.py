@@ -28,6 +28,7 @@ class TrainConfig:
     weights_lr: float | None = None  # None: 1e-3 for adapters, 1e-4 for all weights
     attention_lr: float | None = None  # of weights in attention layers; None: weights_lr
     row_length: int = 512  # tokens
+    max_tokens: int | None = None  # of the text that is read, as a stream; None: all of it
     # "all" tokens of the text, or the "completions" of prompts and the assistant's messages
     train_on: Literal["all", "completions"] = "all"
     # fraction of rows with a repeated segment, which train recall; None: 0.25, completions 0
@@ -84,6 +85,7 @@ class TrainConfig:
             )
         if self.target_length is not None and self.target_length < 8:
             raise ConfigError(f"target_length must be at least 8 tokens, got {self.target_length}")
+        self._check_max_tokens()
         if self.row_length < 8:
             raise ConfigError(f"row_length must be at least 8 tokens, got {self.row_length}")
         if self.row_length % self.loop.cp_size:
@@ -103,6 +105,18 @@ class TrainConfig:
             raise ConfigError(f"train must be 'extras', 'lora' or 'full', got {self.train!r}")
         if self.report_to is not None:
             _check_tracker(self.report_to)
+
+    def _check_max_tokens(self) -> None:
+        """Raise an error if the number of tokens that are read is invalid."""
+        if self.max_tokens is None:
+            return
+        if self.max_tokens < 1:
+            raise ConfigError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if self.train_on == "completions":
+            raise ConfigError(
+                f"max_tokens={self.max_tokens} counts tokens of text, but train_on='completions' "
+                "reads examples; leave it out, or give data with fewer examples"
+            )
 
     @property
     def rates(self) -> dict[str, float]:

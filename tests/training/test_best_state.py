@@ -91,14 +91,60 @@ def test_the_best_state_is_in_checkpoints(tmp_path):
     best, _ = keeper(model)
     best.after_step(0)
     walk(best, model, [2.0, 1.0, 5.0, 6.0])
-    best.save(tmp_path)
+    checkpoint = tmp_path / "step-000004"
+    checkpoint.mkdir()
+    best.save(checkpoint)
     other = Line()
     again, _ = keeper(other)
-    again.load(tmp_path)
+    again.load(checkpoint)
     walk(again, other, [7.0, 8.0, 9.0, 10.0], first=5)
     again.restore()
     assert other.weight.item() == 1.0
     assert again.best.step == 2
+
+
+def test_a_best_state_is_written_once_and_when_it_is_not_the_current_one(tmp_path, monkeypatch):
+    model, written, save = Line(), [], torch.save
+    best, _ = keeper(model, every=1)
+
+    def record(data, path):
+        written.append(path.name)
+        save(data, path)
+
+    monkeypatch.setattr(torch, "save", record)
+    best.after_step(0)
+    names = []
+    for step, weight in enumerate([1.5, 4.0, 5.0, 1.2, 6.0], 1):
+        walk(best, model, [weight], first=step)
+        (tmp_path / str(step)).mkdir()
+        best.save(tmp_path / str(step))
+        names.append(best.prefix)
+    first, second = names[1], names[4]
+    assert names == [None, first, first, None, second]
+    assert first.startswith("distil-000001-")
+    assert second.startswith("distil-000004-")
+    states = [name for name in written if name != "best-0.pt"]
+    assert states == [f"{name}-0.pt.partial" for name in (first, second)]
+    assert {x.name for x in (tmp_path / "best").iterdir()} == {f"{first}-0.pt", f"{second}-0.pt"}
+
+
+def test_a_best_state_is_whole_or_absent(tmp_path, monkeypatch):
+    model = Line()
+    best, _ = keeper(model, every=1)
+    walk(best, model, [1.0, 2.0])
+    (tmp_path / "step").mkdir()
+
+    def fail(data, path):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", fail)
+        with pytest.raises(OSError, match="No space left"):
+            best.save(tmp_path / "step")
+    assert not list((tmp_path / "best").iterdir())
+    best.save(tmp_path / "step")
+    assert len(list((tmp_path / "best").iterdir())) == 1
 
 
 def config(**options):

@@ -122,8 +122,8 @@ def test_a_file_that_changes_is_read_again(tmp_path, monkeypatch):
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "one"}')
     assert texts([file]) == ["one"]
-    reads, read = [], documents._rows_in
-    monkeypatch.setattr(documents, "_rows_in", lambda path: reads.append(path) or read(path))
+    reads, read = [], documents.rows_in
+    monkeypatch.setattr(documents, "rows_in", lambda path: reads.append(path) or read(path))
     assert texts([file]) == ["one"]
     assert not reads
     file.write_text('{"text": "other"}')
@@ -132,7 +132,7 @@ def test_a_file_that_changes_is_read_again(tmp_path, monkeypatch):
 
 
 def split(given):
-    entries = [documents._entry(text) for text in given]
+    entries = [documents.entry_of(text) for text in given]
     made = datasets.Dataset.from_list(entries, features=documents.FEATURES)
     return tuple(list(part["text"]) for part in split_documents(made))
 

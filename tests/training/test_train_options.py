@@ -210,13 +210,15 @@ def test_options_of_the_command(saved, text, tmp_path, attnzoo_command):
         *("finetune", saved, "--data", text, "--out", out, "--attention", "longformer"),
         *("--set", "window=4", "--length", 32, "--batch", 4, "--steps", 2, "--no-compare"),
         *("--lr-scheduler-type", "cosine_with_min_lr", "--label-smoothing", 0.2),
-        *("--attention-lr", 2e-3),
+        *("--attention-lr", 2e-3, "--max-tokens", "1.5k", "--lr-find-steps", 1),
         *("--lr-scheduler-kwargs", '{"min_lr_rate": 0.1}'),
         *("--warmup", 0.5, "--betas", 0.8, 0.9, "--weight-decay", 0.1, "--clip", 0.7, "--keep", 1),
     )
     written = json.loads((out / "finetuning.json").read_text())["config"]
     assert written["label_smoothing_factor"] == 0.2
     assert written["attention_lr"] == 2e-3
+    assert written["max_tokens"] == 1500
+    assert written["loop"]["lr_find_steps"] == 1
     assert written["loop"]["lr_scheduler_type"] == "cosine_with_min_lr"
     assert written["loop"]["lr_scheduler_kwargs"] == {"min_lr_rate": 0.1}
     given = {"warmup": 0.5, "betas": [0.8, 0.9], "weight_decay": 0.1, "clip": 0.7, "keep": 1}

@@ -3,6 +3,7 @@
 import json
 import threading
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ import transformers as hf
 import attnzoo
 from attnzoo.training import checkpoints as checkpoints_module
 from attnzoo.training import loop as loop_module
-from attnzoo.training.checkpoints import FOLDER, CheckpointError, Checkpoints
+from attnzoo.training.best_state import Score
+from attnzoo.training.checkpoints import BEST, FOLDER, CheckpointError, Checkpoints
 from attnzoo.training.loop import Loop, LoopConfig, read_losses
 from attnzoo.training.recover import RecoverConfig, recover
 from attnzoo.training.trained_state import without_frozen_weights
@@ -58,26 +60,30 @@ def test_both_names_of_tied_weights_are_left_out():
         assert not set(model.state_dict()) & {"lm_head.weight", "transformer.wte.weight"}
 
 
-def test_a_checkpoint_of_adapters_is_three_times_as_large(saved, text, spec, tmp_path, interrupt):
-    """Parameters and the two moments of AdamW; the best state is a fourth, unless it is current."""
-    sizes = {}
-    for every in (0, 2):
-        out = tmp_path / str(every)
-        interrupt(7, recover, saved, spec, [text], out, config(every=every))
-        last = out / FOLDER / "step-000006"
+@pytest.mark.parametrize("every", [0, 1])
+def test_a_checkpoint_of_adapters_is_three_times_as_large(
+    saved, text, spec, tmp_path, interrupt, every, monkeypatch
+):
+    """Parameters and the two moments of AdamW; the best state is a file beside the checkpoints."""
+    monkeypatch.setattr(Score, "is_better_than", lambda self, other: self.step in (1, 2))
+    options = config(every=every, keep=3, checkpoint_every=1)
+    interrupt(7, recover, saved, spec, [text], tmp_path / "out", options)
+    folder = tmp_path / "out" / FOLDER
+    for step in (5, 6):
+        last = folder / f"step-{step:06d}"
         state = torch.load(last / "pytorch_model.bin", weights_only=True)
         assert {("lora_" in name) or (".attnzoo." in name) for name in state} == {True}
         adapter = sum(x.nbytes for x in state.values())
         moments = torch.load(last / "optimizer.bin", weights_only=True)["state"].values()
         total = adapter + sum(x.nbytes for part in moments for x in part.values())
-        best = last / "best-0.pt"
-        data = torch.load(best, weights_only=True) if best.is_file() else {"state": None}
-        total += sum(x.nbytes for x in data["state"] or [])
-        sizes[every] = total / adapter
-        progress = json.loads((last / "progress.json").read_text())
-        assert set(progress["files"]) == {x.name for x in last.iterdir()} - {"progress.json"}
-    assert sizes[0] <= 3.01
-    assert sizes[2] <= 4.01
+        scores = last / "best-0.pt"
+        assert not every or torch.load(scores, weights_only=True)["state"] is None
+        assert total <= 3.01 * adapter
+        named = set(json.loads((last / "progress.json").read_text())["files"])
+        inside = {x.name for x in last.iterdir()} - {"progress.json"}
+        best = {f"../best/{x.name}" for x in folder.glob("best/*")}
+        assert named == inside | (best if step == 6 else set())
+        assert len(best) == (1 if every else 0)
 
 
 @pytest.mark.parametrize(
@@ -121,9 +127,45 @@ def test_checkpoints_every_so_many_minutes(saved, text, spec, tmp_path, monkeypa
     assert written == [3, 6, 7]
 
 
-def save_file(folder):
-    folder.mkdir(parents=True)
+def save_file(folder, best=None):
+    """Write a checkpoint, and the best state that it refers to."""
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "file").write_text("state")
+    if best is not None:
+        (folder.parent / BEST).mkdir(exist_ok=True)
+        (folder.parent / BEST / f"{best}-0.pt").write_text(best)
+
+
+def write_steps(checkpoints, steps):
+    for total, best in steps.items():
+        progress = {"total": total, "best": best}
+        checkpoints.write(progress, partial(save_file, best=best))
+    checkpoints.wait()
+
+
+def test_rotation_keeps_the_best_states_that_checkpoints_refer_to(tmp_path):
+    made, folder = Checkpoints(tmp_path, {}, keep=2), tmp_path / FOLDER / BEST
+    write_steps(made, {1: "a", 2: "a", 3: "b", 4: None})
+    assert [x.name for x in folder.iterdir()] == ["b-0.pt"]
+    (folder / "c-0.pt.partial").write_text("of a process that was killed")
+    write_steps(made, {5: "b", 6: None})
+    assert [x.name for x in folder.iterdir()] == ["b-0.pt"]
+    write_steps(made, {7: None})
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("fault", ["changed", "missing"])
+def test_a_damaged_best_state_damages_the_checkpoints_that_refer_to_it(tmp_path, fault):
+    made, messages = Checkpoints(tmp_path, {}, keep=3), []
+    write_steps(made, {1: "a", 2: "b"})
+    file = tmp_path / FOLDER / BEST / "b-0.pt"
+    file.write_text("x") if fault == "changed" else file.unlink()
+    if fault == "changed":  # a later checkpoint has the hash of what was written
+        made.write({"total": 3, "best": "b"}, save_file)
+        made.wait()
+    assert made.latest(messages.append)["total"] == 1
+    assert len(messages) == (2 if fault == "changed" else 1)
+    assert all(f"../best/b-0.pt is {fault}" in message for message in messages)
 
 
 def test_a_checkpoint_is_hashed_while_training_goes_on(tmp_path, monkeypatch):
