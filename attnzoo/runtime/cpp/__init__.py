@@ -21,6 +21,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import platform
 import shlex
 import shutil
 import signal
@@ -42,9 +43,10 @@ from attnzoo.runtime.cache_folder import (
     replace_file,
     unusable,
 )
+from attnzoo.runtime.cpp.flags import compiler_flags
 from attnzoo.runtime.cpp.layout import DESCRIBE, Function, declare_functions
 
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread")
+FLAGS = compiler_flags(sys.platform, platform.machine())
 COMPILER_SECONDS = 300.0  # time limit of one run of the compiler
 FAILURE_SECONDS = 24 * 3600.0  # for how long a library that cannot be loaded is not compiled again
 UNFINISHED = ".compile-"  # prefix of the folders in which libraries are compiled
