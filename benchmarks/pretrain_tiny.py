@@ -94,8 +94,12 @@ def with_qk_norm(source: PreTrainedModel, tokens: Tensor) -> Qwen3ForCausalLM:
     return model
 
 
-def make_optimizers(model: PreTrainedModel, lr: float) -> list[torch.optim.Optimizer]:
-    """Return Muon for the matrices inside the layers, AdamW for the embedding and the norms."""
+def make_optimizers(model: PreTrainedModel, name: str, lr: float) -> list[torch.optim.Optimizer]:
+    """Return AdamW for all, or Muon for the matrices of the layers beside AdamW for the rest."""
+    if name == "adamw":
+        return [torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)]
+    if name != "muon":
+        raise typer.BadParameter(f"optimizer {name!r} is not muon or adamw")
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and ".layers." in n]
     others = [p for n, p in model.named_parameters() if not (p.ndim == 2 and ".layers." in n)]
     return [
@@ -130,6 +134,9 @@ def main(
     context: Annotated[int, typer.Option(help="row length in bytes")] = 512,
     batch: Annotated[int, typer.Option(help="rows per step")] = 24,
     lr: Annotated[float, typer.Option(help="peak learning rate")] = 4e-3,
+    optimizer: Annotated[
+        str, typer.Option(help="muon, in bfloat16 (slow on a CPU without AMX), or adamw")
+    ] = "muon",
     qk_norm: Annotated[
         bool, typer.Option("--qk-norm", help="train a Qwen 3 from the embedded model, in float32")
     ] = False,
@@ -146,7 +153,7 @@ def main(
     if qk_norm:
         source = AutoModelForCausalLM.from_pretrained(embedded_model_path(), dtype=torch.float32)
         raw = with_qk_norm(source.eval(), train[: 8 * 512].view(8, 512))
-    optimizers = make_optimizers(raw, lr)
+    optimizers = make_optimizers(raw, optimizer, lr)
     model = accelerator.prepare(raw)
     sizes = f"{len(train):,} training bytes, {len(held_out):,} held out"
     print(f"{raw.num_parameters():,} parameters, {sizes}", flush=True)

@@ -17,6 +17,7 @@ the models then take turns of some steps, so that load on the machine meets all 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -161,32 +162,42 @@ class Generate:
         """Return the seconds of the prompts and one token."""
         import torch
 
-        self.ids = torch.tensor(prompts)
-        self.prefill = self.generate(1)
-        return self.prefill
+        self.ids, self.cache = torch.tensor(prompts), None
+        start = time.perf_counter()
+        return self.generate(1)[0] - start
 
-    def generate(self, tokens: int) -> float:
-        """Return the seconds of a call."""
+    def generate(self, tokens: int) -> list[float]:
+        """Generate tokens after those that are there; return the time after each."""
         import torch
 
-        start = time.perf_counter()
-        self.model.generate(
+        times = []
+
+        def note(*_: Any, **__: Any) -> Any:
+            times.append(time.perf_counter())
+            return torch.zeros(len(self.ids), dtype=torch.bool)  # no sequence ends here
+
+        result = self.model.generate(
             self.ids,
             attention_mask=torch.ones_like(self.ids),
+            past_key_values=self.cache,
             min_new_tokens=tokens,
             max_new_tokens=tokens,
             do_sample=False,
             pad_token_id=0,
+            stopping_criteria=[note],
+            return_dict_in_generate=True,
         )
-        return time.perf_counter() - start
+        self.ids, self.cache = result.sequences, result.past_key_values
+        return times
 
     def decode(self, new: int) -> list[float]:
-        """Return the mean seconds of a step, from a call that computes the prompts again."""
-        return [(self.generate(1 + new) - self.prefill) / new]
+        """Return the seconds of each of some steps, which give a token to every request."""
+        times = self.generate(1 + new)  # the first has what is done once a call
+        return [after - before for before, after in itertools.pairwise(times)]
 
     def stop(self) -> None:
         """Forget the prompts."""
-        del self.ids
+        del self.ids, self.cache
 
     def bytes(self, tokens: int) -> None:
         """Return nothing: the caches of both engines hold the same numbers."""
