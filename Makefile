@@ -15,7 +15,7 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3.14 python
 	then command -v $$name; break; fi; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test exhaustive users engines newest vllm check sanitize format bench site wheels release clean
+.PHONY: help setup demo test exhaustive users engines newest vllm check sanitize aarch64 format bench site wheels release clean
 
 help: ## Say what can be made
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null \
@@ -60,6 +60,9 @@ check: $(READY) ## Lint, check the format and the types, compile the Triton kern
 
 sanitize: $(READY) ## Check the C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(BIN)/python -m tools.sanitize
+
+aarch64: $(READY) ## Check the C++ kernels as compiled for 64-bit ARM, under QEMU
+	$(BIN)/python -m tools.aarch64
 
 format: $(READY) ## Format, and mend what the linter can mend
 	$(BIN)/ruff check --fix .

@@ -24,6 +24,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import platform
 import shlex
 import shutil
 import signal
@@ -46,9 +47,10 @@ from attnzoo.runtime.cache_folder import (
     unusable,
 )
 from attnzoo.runtime.cpp import prebuilt
+from attnzoo.runtime.cpp.flags import compiler_flags
 from attnzoo.runtime.cpp.layout import DESCRIBE, Function, declare_functions
 
-FLAGS = (*prebuilt.FLAGS, "-march=native")
+FLAGS = compiler_flags(sys.platform, platform.machine())
 HEADERS = Path(__file__).parent  # folder of the headers of all kernels
 COMPILER_SECONDS = 300.0  # time limit of one run of the compiler
 FAILURE_SECONDS = 24 * 3600.0  # for how long a library that cannot be loaded is not compiled again

@@ -11,12 +11,19 @@
 #include <utility>
 #if defined(__AVX512F__) && defined(__AVX512DQ__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
 constexpr int VECTOR_BYTES = 64;
 constexpr int DOT_ROWS = 8;  // rows per tile of dot_products; its float sums use 16 of 32 registers
 constexpr int SUM_ROWS = 4;  // rows per tile of add_weighted_rows
+#elif defined(__aarch64__)
+// NEON: float sums use 16 of 32 registers. GCC keeps vectors of two registers in memory. SUM_ROWS is
+// at most the lanes of a vector, in double too, and at most DOT_ROWS: kernels set weights beyond the
+// range of a vector of queries to 0, up to a multiple of these.
+constexpr int VECTOR_BYTES = 16, DOT_ROWS = 2, SUM_ROWS = 2;
 #else
 constexpr int VECTOR_BYTES = 32, DOT_ROWS = 2, SUM_ROWS = 2;  // sums use 8 of 16 registers
 #endif
@@ -62,7 +69,34 @@ struct Math {
         return p;
     }
 
-    // 2^x, with x clamped to [-126, 126]. The relative error in float is 2e-7. NaN stays NaN.
+    // x between low and high, in float; NaN stays NaN.
+    static Reals clamp(Reals x, Real low, Real high) {
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+        if constexpr (sizeof(Real) == 4) {
+            const __m512 most = _mm512_set1_ps(high), least = _mm512_set1_ps(low);
+            return (Reals)_mm512_min_ps(most, _mm512_max_ps(least, (__m512)x));
+        }
+#elif defined(__aarch64__)
+        if constexpr (sizeof(Real) == 4) {
+            const float32x4_t most = vdupq_n_f32(high), least = vdupq_n_f32(low);
+            return (Reals)vminq_f32(most, vmaxq_f32(least, (float32x4_t)x));
+        }
+#endif
+        return x < low ? broadcast(low) : x > high ? broadcast(high) : x;
+    }
+
+    // p 2^n for normal results in float, where `rounded` is n + 1.5 * 2^23; x where x is NaN.
+    static Reals scale(Reals p, Reals rounded, Reals x) {
+#if defined(__aarch64__)
+        (void)x;  // p is NaN too, and a product keeps it
+        return p * (Reals)(((Ints)rounded << 23) + 0x3f800000);  // times the float 2^n
+#else
+        const Reals result = (Reals)((Ints)p + ((Ints)rounded << 23));
+        return x == x ? result : x;  // the addition to the exponent bits does not keep NaN
+#endif
+    }
+
+    // 2^x, with x clamped to [-126, 126]. The relative error in float is 2.1e-7. NaN stays NaN.
     static Reals exp2(Reals x) {
 #if defined(__AVX512F__) && defined(__AVX512DQ__)
         if constexpr (sizeof(Real) == 4) {  // bitwise equal to the generic code below
@@ -73,13 +107,11 @@ struct Math {
             return (Reals)_mm512_scalef_ps((__m512)polynomial(fraction), rounded);
         }
 #endif
-        x = x < Real(-126) ? broadcast(-126) : x;
-        x = x > Real(126) ? broadcast(126) : x;
+        x = clamp(x, -126, 126);
         if constexpr (sizeof(Real) == 4) {
             const Reals rounded = x + Real(12582912);  // adding 1.5 * 2^23 rounds to an integer
             const Reals fraction = x - (rounded - Real(12582912));
-            const Reals result = (Reals)((Ints)polynomial(fraction) + ((Ints)rounded << 23));
-            return x == x ? result : x;  // the addition to the exponent bits does not keep NaN
+            return scale(polynomial(fraction), rounded, x);
         } else {
             for (int i = 0; i < LANES; ++i) x[i] = std::exp2(x[i]);
             return x;
@@ -124,6 +156,10 @@ struct Math {
                                   int64_t row_stride, int64_t stride, const Real* const* rows,
                                   std::pair<int, int> range, int64_t size) {
         int64_t column = 0;
+#if defined(__aarch64__)
+        for (; column + 8 * LANES <= size; column += 8 * LANES)
+            add_columns<8>(out, scale, weights, row_stride, stride, rows, range, column);
+#endif
         for (; column + 4 * LANES <= size; column += 4 * LANES)
             add_columns<4>(out, scale, weights, row_stride, stride, rows, range, column);
         for (; column < size; column += LANES)

@@ -103,13 +103,22 @@ struct Rows : Math<Real> {
         } else if constexpr (TYPE == BFLOAT16 && sizeof(Real) == 4) {
             HalfWords bits;
             std::memcpy(&bits, x, sizeof bits);
+#if defined(__aarch64__)
+            return (Reals)vshll_n_u16((uint16x4_t)bits, 16);  // GCC 12 widens lane by lane
+#else
             return (Reals)(__builtin_convertvector(bits, Words) << 16);
+#endif
 #if defined(__AVX512F__)
         } else if constexpr (TYPE == HALF && sizeof(Real) == 4) {
             return (Reals)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)x));
 #elif defined(__F16C__)
         } else if constexpr (TYPE == HALF && sizeof(Real) == 4) {
             return (Reals)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)x));
+#elif defined(__aarch64__)
+        } else if constexpr (TYPE == HALF && sizeof(Real) == 4) {
+            float16x4_t halves;
+            std::memcpy(&halves, x, sizeof halves);
+            return (Reals)vcvt_f32_f16(halves);
 #endif
         } else {
             Reals values;
@@ -135,6 +144,10 @@ struct Rows : Math<Real> {
 #elif defined(__F16C__)
         } else if constexpr (TYPE == HALF && sizeof(Real) == 4) {
             _mm_storeu_si128((__m128i*)out, _mm256_cvtps_ph((__m256)values, 0));
+#elif defined(__aarch64__)
+        } else if constexpr (TYPE == HALF && sizeof(Real) == 4) {
+            const float16x4_t halves = vcvt_f16_f32((float32x4_t)values);
+            std::memcpy(out, &halves, sizeof halves);
 #endif
         } else {
             for (int i = 0; i < LANES; ++i)
@@ -178,6 +191,10 @@ struct Rows : Math<Real> {
     static float half_to_float(uint16_t half) {
 #if defined(__F16C__)
         return _cvtsh_ss(half);
+#elif defined(__aarch64__)
+        __fp16 value;
+        std::memcpy(&value, &half, sizeof value);
+        return value;
 #else
         const uint32_t sign = (uint32_t)(half & 0x8000) << 16, magnitude = half & 0x7fff;
         if (magnitude >= 0x7c00) return to_float(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
@@ -189,6 +206,11 @@ struct Rows : Math<Real> {
     static uint16_t float_to_half(float value) {
 #if defined(__F16C__)
         return _cvtss_sh(value, 0);
+#elif defined(__aarch64__)
+        const __fp16 rounded = (__fp16)value;
+        uint16_t half;
+        std::memcpy(&half, &rounded, sizeof half);
+        return half;
 #else
         const uint32_t bits = to_bits(value), magnitude = bits & 0x7fffffff;
         const uint16_t sign = (bits >> 16) & 0x8000;

@@ -11,9 +11,25 @@
 #include <cstdint>
 #include <thread>
 #include <vector>
+#if defined(__APPLE__)
+#include <dlfcn.h>
+#endif
 
+using Parallel = void (*)(void (*function)(void*), void* data, unsigned threads, unsigned flags);
+
+#if defined(__APPLE__)
+// Return GOMP_parallel, or null. Apple's linker refuses an undefined weak symbol; the OpenMP
+// library of LLVM, which torch brings there, has this function of GCC's too.
+inline Parallel openmp() {
+    static const auto found = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+    return found;
+}
+#else
 extern "C" void GOMP_parallel(void (*function)(void*), void* data, unsigned threads, unsigned flags)
     __attribute__((weak));
+
+inline Parallel openmp() { return GOMP_parallel; }
+#endif
 
 template <class Work>
 struct ParallelLoop {
@@ -32,10 +48,8 @@ template <class Work>
 void in_threads(int64_t count, int64_t threads, Work work) {
     ParallelLoop<Work> loop{work, count};
     threads = std::min(threads, count);
-    if (threads > 1 && GOMP_parallel) {
-        GOMP_parallel(ParallelLoop<Work>::run, &loop, (unsigned)threads, 0);
-        return;
-    }
+    const Parallel parallel = threads > 1 ? openmp() : nullptr;
+    if (parallel) return parallel(ParallelLoop<Work>::run, &loop, (unsigned)threads, 0);
     std::vector<std::thread> others;
     for (int64_t i = 1; i < threads; ++i) others.emplace_back(ParallelLoop<Work>::run, &loop);
     ParallelLoop<Work>::run(&loop);

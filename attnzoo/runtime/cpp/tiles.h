@@ -19,7 +19,11 @@
 
 #include "lanes.h"
 
-constexpr int TILE = VECTOR_BYTES == 64 ? 16 : 8;  // vectors that accumulate a tile of a product
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int TILE = 16;  // vectors that accumulate a tile of a product, of 32 registers
+#else
+constexpr int TILE = 8;  // of 16 registers
+#endif
 
 // Treat denormal numbers as 0 in the current scope, because some CPUs are slow with them.
 class FlushDenormals {
@@ -76,7 +80,7 @@ struct Tiles : Math<Real> {
     using typename Math<Real>::Reals;
     using typename Math<Real>::Ints;
     using Math<Real>::LANES, Math<Real>::load, Math<Real>::store, Math<Real>::broadcast;
-    using Math<Real>::in_register;
+    using Math<Real>::in_register, Math<Real>::clamp, Math<Real>::scale;
 
     // -- products ---------------------------------------------------------------------------------
 
@@ -178,11 +182,21 @@ struct Tiles : Math<Real> {
     }
 
     static Real add_lanes(Reals x) {
+#if defined(__aarch64__)
+        // Bitwise equal to the generic code below, for which GCC keeps x in memory
+        if constexpr (sizeof(Real) == 4) {
+            const float32x4_t all = (float32x4_t)x;
+            return vpadds_f32(vadd_f32(vget_low_f32(all), vget_high_f32(all)));
+        } else {
+            return vpaddd_f64((float64x2_t)x);
+        }
+#else
         Real lanes[LANES];
         store(lanes, x);
         for (int half = LANES / 2; half > 0; half /= 2)
             for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
         return lanes[0];
+#endif
     }
 
     // out[r] = the sum of the lanes of row(r), for a multiple of LANES rows.
@@ -229,7 +243,7 @@ struct Tiles : Math<Real> {
     // where results become denormal. NaN stays NaN.
     static Reals exp(Reals x) {
         if constexpr (sizeof(Real) == 4) {
-            const Reals bounded = bound(x, 88);
+            const Reals bounded = clamp(x, -88, 88);
             const Reals shifted = bounded * Real(LOG2_E) + Real(12582912);  // rounds to an integer
             const Reals n = shifted - Real(12582912);
             const Reals r = bounded - n * 0.693359375f - n * -2.12194440e-4f;
@@ -243,24 +257,13 @@ struct Tiles : Math<Real> {
             const __mmask16 kept = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87), _CMP_NLT_UQ);
             return (Reals)_mm512_maskz_scalef_ps(kept, (__m512)p, (__m512)n);
 #else
-            const Reals result = (Reals)((Ints)p + ((Ints)shifted << 23));
-            return x < Real(-87) ? Reals{} : x == x ? result : x;
+            const Reals result = scale(p, shifted, x);
+            return x < Real(-87) ? Reals{} : result;
 #endif
         } else {
             for (int i = 0; i < LANES; ++i) x[i] = std::exp(x[i]);
             return x;
         }
-    }
-
-    // x between -limit and limit; NaN stays NaN where AVX-512 computes it.
-    static Reals bound(Reals x, Real limit) {
-#if defined(__AVX512F__) && defined(__AVX512DQ__)
-        if constexpr (sizeof(Real) == 4) {
-            const __m512 high = _mm512_set1_ps(limit), low = _mm512_set1_ps(-limit);
-            return (Reals)_mm512_min_ps(high, _mm512_max_ps(low, (__m512)x));
-        }
-#endif
-        return x < -limit ? broadcast(-limit) : x > limit ? broadcast(limit) : x;
     }
 
     static void scale_row(const Real* row, Real factor, int64_t size, Real* out) {

@@ -32,6 +32,11 @@
 #include "tiles.h"
 
 constexpr int PANEL = 32;  // keys of a panel; blocks divide it or are multiples of it
+#if defined(__aarch64__)
+constexpr int WIDEST = 8;  // vectors of columns of a tile of products
+#else
+constexpr int WIDEST = 2;
+#endif
 
 template <class Real>
 class Worker : PairLists, Math<Real> {
@@ -114,24 +119,33 @@ class Worker : PairLists, Math<Real> {
             const Real* columns = panels + (unit_ * panels_ + key / PANEL) * depth * PANEL +
                                   key % PANEL;
             const int width = std::min<int>(lanes_ - from, PANEL);
-            for (int done = 0; done < width;)
-                if (width - done >= 2 * LANES)
-                    multiply<2>(rows, count, columns + done, depth, factor, &out[from + done]),
-                        done += 2 * LANES;
-                else
-                    multiply<1>(rows, count, columns + done, depth, factor, &out[from + done]),
-                        done += LANES;
+            multiply_columns<WIDEST>(rows, count, columns, width, depth, factor, &out[from]);
             from += width;
         }
+    }
+
+    // The products with `width` columns, in tiles of V vectors of them, then of half as many.
+    template <int V>
+    void multiply_columns(const Real* const* rows, int count, const Real* columns, int width,
+                          int64_t depth, Real factor, Real* out) const {
+        int done = 0;
+        for (; width - done >= V * LANES; done += V * LANES)
+            multiply<V>(rows, count, columns + done, depth, factor, out + done);
+        if constexpr (V > 1)
+            if (done < width)
+                multiply_columns<V / 2>(rows, count, columns + done, width - done, depth, factor,
+                                        out + done);
     }
 
     template <int V>
     void multiply(const Real* const* rows, int count, const Real* columns, int64_t depth,
                   Real factor, Real* out) const {
+        constexpr int REST = std::min(DOT_ROWS, SUM_ROWS);
         int r = 0;
         for (; r + SUM_ROWS < count; r += DOT_ROWS)
             multiply<DOT_ROWS, V>(rows + r, columns, depth, factor, out + r * lanes_);
-        if (r < count) multiply<SUM_ROWS, V>(rows + r, columns, depth, factor, out + r * lanes_);
+        for (; r < count; r += REST)
+            multiply<REST, V>(rows + r, columns, depth, factor, out + r * lanes_);
     }
 
     template <int R, int V>

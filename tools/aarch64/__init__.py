@@ -1,0 +1,1 @@
+"""Check the C++ kernels as compiled for 64-bit ARM, under QEMU."""
