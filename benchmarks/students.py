@@ -99,14 +99,17 @@ def judge_windows(
     """Return the quality of the teacher under several specs, by name."""
     batch = held_out(teacher, length)
     model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32).eval()
-    return {
-        name: evaluate_rows(attnzoo.swap(model, spec), batch)
-        for name, spec in {
-            "softmax": AttentionSpec("flash"),
-            "window alone": AttentionSpec("flash", window=32),
-            **specs,
-        }.items()
-    }
+    found: dict[str, Quality] = {}
+    for name, spec in {
+        "softmax": AttentionSpec("flash"),
+        "window alone": AttentionSpec("flash", window=32),
+        **specs,
+    }.items():
+        found[name] = evaluate_rows(attnzoo.swap(model, spec), batch)
+        print(
+            json.dumps({name: shown(as_dicts(found))[name]} if len(found) > 1 else name), flush=True
+        )
+    return found
 
 
 def window_specs(teacher: Path, length: int) -> dict[str, AttentionSpec]:
