@@ -175,10 +175,9 @@ def plan(
     specs = {} if transferred and not candidate else _candidate_specs(candidate, equal_window)
     tokens = _plan_rows(path, data, column, row_length)[:rows]
     with show_status(console) as show:
-        options = {"window": window, "target_length": target_length, "transferred": transferred}
-        made_plan = make_plan(
-            path, tokens, specs, keep_softmax=keep, budget=budget, on_step=show, **options
-        )
+        options: dict[str, Any] = {"window": window, "target_length": target_length}
+        options |= {"budget": budget, "transferred": transferred}
+        made_plan = make_plan(path, tokens, specs, keep_softmax=keep, on_step=show, **options)
     _print_plan(made_plan)
     if out is None or dry_run:
         console.print("Nothing was written; give --out FILE to save the plan.")
