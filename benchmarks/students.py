@@ -1,6 +1,6 @@
 """Students of a stock class with Gated DeltaNet layers, beside sliding windows in the same layers.
 
-    python -m benchmarks.pretrain_tiny --qk-norm --minutes 7 --lr 1e-3 --out tiny-qwen3
+    python -m benchmarks.pretrain_tiny --qk-norm --minutes 9 --lr 1e-3 --out tiny-qwen3
     python -m benchmarks.students windows --teacher tiny-qwen3 --out students.jsonl
     python -m benchmarks.students train --teacher tiny-qwen3 --seeds 0 --out students.jsonl
     python -m benchmarks.students train --teacher tiny-qwen3 --mechanism delta --out students.jsonl
@@ -163,6 +163,8 @@ def train(
 ) -> None:
     """Convert, recover and evaluate students; print and append the results."""
     torch.set_num_threads(1)
+    if mechanism not in ("stock", "delta"):
+        raise typer.BadParameter(f"--mechanism must be stock or delta, got {mechanism!r}")
     recipe = recipe_config("student")
     total = recipe.transfer_steps + recipe.distil_steps
     share = recipe.transfer_steps / total if transfer_share is None else transfer_share
