@@ -1,12 +1,16 @@
 """Students of a stock class with Gated DeltaNet layers, beside sliding windows in the same layers.
 
-    python -m benchmarks.pretrain_tiny --qk-norm --minutes 7 --lr 1e-3 --out tiny-qwen3
-    python -m benchmarks.students --teacher tiny-qwen3 --layers 1-2 --seeds 0 --out students.jsonl
+    python -m benchmarks.pretrain_tiny --qk-norm --minutes 9 --lr 1e-3 --out tiny-qwen3
+    python -m benchmarks.students windows --teacher tiny-qwen3 --out students.jsonl
+    python -m benchmarks.students train --teacher tiny-qwen3 --seeds 0 --out students.jsonl
+    python -m benchmarks.students train --teacher tiny-qwen3 --mechanism delta --out students.jsonl
 
-Text: that of benchmarks/recover.py. Each run converts the teacher, trains the student by the recipe
-``student`` and is one JSON line; before them, one line has the teacher with windows of several
-sizes in the same layers, which need no training. The gap is that between a window of 32 tokens in
-all layers and softmax.
+Text: that of benchmarks/recover.py. ``windows`` trains nothing: it evaluates the teacher with
+windows of several sizes in some layers, and with the layers that a plan chooses. Each run of
+``train`` is one JSON line: the teacher converted and trained by the recipe ``student``, or swapped
+to ``delta`` without a window in the same layers and trained as long. The gap is that between a
+window of 32 tokens in all layers and softmax, on rows of 512 tokens; on longer rows, the loss in
+bits per byte is stated alone, because the teacher was trained on rows of 512.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ import json
 import sysconfig
 import tempfile
 import time
+from collections.abc import Mapping
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,19 +29,35 @@ import typer
 from transformers import AutoModelForCausalLM
 
 import attnzoo
+from attnzoo.evaluation.data import EvalBatch
+from attnzoo.hf.models.speed_up import speed_up
 from attnzoo.hf.stock.convert import convert_files
+from attnzoo.spec import AttentionSpec
 from attnzoo.training.eval_rows import rows_to_eval_batch
 from attnzoo.training.loading import load_rows
-from attnzoo.training.quality import as_dicts, quality
+from attnzoo.training.plan import make_plan
+from attnzoo.training.quality import Quality, as_dicts, evaluate_rows
 from attnzoo.training.recipes import recipe_config
 from attnzoo.training.recover import recover
+from attnzoo.training.train_config import TrainConfig
 from benchmarks.recover import FOLDERS
 
-WINDOWS = (32, 64, 128)
+ROWS = {512: 32, 4096: 8}  # rows that are evaluated, by their length
 SHOWN = ("loss", "recall", "loss_share", "recall_share", "agreement")
+EQUAL = 152  # keys of a window with the memory of a recurrent layer of the student
+DELTA = {"feature_map": "hedgehog_exp", "short_convolution": 4, "output_gate": True}
+
+app = typer.Typer(add_completion=False)
+Teacher = Annotated[Path, typer.Option(help="folder of a Qwen 3")]
+Out = Annotated[Path | None, typer.Option(help="file to append JSON lines to")]
 
 
-def shown(lines: dict[str, Any]) -> dict[str, Any]:
+def data() -> list[Path]:
+    """Return the folders of text."""
+    return [Path(sysconfig.get_path("stdlib")) / name for name in FOLDERS]
+
+
+def shown(lines: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers of some models that are printed, rounded."""
     return {
         name: {key: None if line[key] is None else round(line[key], 4) for key in SHOWN}
@@ -43,64 +65,157 @@ def shown(lines: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def windows(teacher: Path, layers: str, data: list[Path]) -> dict[str, Any]:
-    """Return the quality of the teacher with windows in some layers, on the runs' held-out rows."""
-    batch = rows_to_eval_batch(load_rows(teacher, data, "text", recipe_config("student"))[1], 32)
+def write(line: dict[str, Any], out: Path | None) -> None:
+    """Print a JSON line and append it to a file."""
+    print(json.dumps(line), flush=True)
+    if out is not None:
+        with out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def held_out(teacher: Path, length: int) -> EvalBatch:
+    """Return the held-out rows of the runs, or as much text in rows of another length."""
+    rows = load_rows(teacher, data(), "text", recipe_config("student", row_length=length))[1]
+    return rows_to_eval_batch(rows, ROWS[length])
+
+
+def planned(teacher: Path, window: int, keep: float) -> AttentionSpec:
+    """Return a plan with windows of one size, which nothing was trained for."""
+    config = TrainConfig(row_length=512, repeat_share=1.0)
+    rows = load_rows(teacher, data(), "text", config)[0].tokens[:8]
+    name = f"flash:window={window}"
+    candidates = {name: AttentionSpec("flash", window=window)}
+    return make_plan(teacher, rows, candidates, keep_softmax=keep).spec
+
+
+def layers_of(spec: AttentionSpec) -> str:
+    """Return the layers with a window in a spec, such as ``"0,2"``."""
+    return ",".join(spec.to_dict()["layers"])
+
+
+def judge_windows(
+    teacher: Path, specs: Mapping[str, AttentionSpec], length: int
+) -> dict[str, Quality]:
+    """Return the quality of the teacher under several specs, by name."""
+    batch = held_out(teacher, length)
     model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32).eval()
-    baselines: dict[str, dict[str, Any]] = {"softmax": {}, "window alone": {"window": 32}}
-    lines = {
-        name: quality(attnzoo.swap(model, "flash", **options), batch)
-        for name, options in baselines.items()
-    }
-    for size in WINDOWS:
-        swapped = attnzoo.swap(model, "flash", layers={layers: f"flash:window={size}"})
-        lines[f"window {size} in {layers}"] = quality(swapped, batch)
-    return as_dicts(lines)
+    found: dict[str, Quality] = {}
+    for name, spec in {
+        "softmax": AttentionSpec("flash"),
+        "window alone": AttentionSpec("flash", window=32),
+        **specs,
+    }.items():
+        found[name] = evaluate_rows(attnzoo.swap(model, spec), batch)
+        print(
+            json.dumps({name: shown(as_dicts(found))[name]} if len(found) > 1 else name), flush=True
+        )
+    return found
 
 
-def main(
-    teacher: Annotated[Path, typer.Option(help="folder of a Qwen 3")],
+def window_specs(teacher: Path, length: int) -> dict[str, AttentionSpec]:
+    """Return windows that are compared, by name; the teacher has four layers."""
+    equal = AttentionSpec("flash", layers={"1-2": f"flash:window={EQUAL}"})
+    found = {f"1-2, window {EQUAL}": equal}
+    if length == 512:
+        for layers in combinations("0123", 2):
+            options = dict.fromkeys(layers, "flash:window=64")
+            found[f"{','.join(layers)}, window 64"] = AttentionSpec("flash", layers=options)
+        for size in (32, 128):
+            spec = AttentionSpec("flash", layers={"1-2": f"flash:window={size}"})
+            found[f"1-2, window {size}"] = spec
+    for size, kept in ((64, 2), (EQUAL, 1)):
+        spec = planned(teacher, size, kept)
+        found[f"{layers_of(spec)}, window {size}, planned"] = spec
+    # all layers, with the memory of one full layer and three of EQUAL keys
+    size = (length + 3 * EQUAL) // 4
+    found[f"0-3, window {size}"] = AttentionSpec("flash", window=size)
+    return found
+
+
+@app.command()
+def windows(
+    teacher: Teacher,
+    length: Annotated[int, typer.Option(help="tokens a row, 512 or 4096")] = 512,
+    out: Out = None,
+) -> None:
+    """Evaluate windows in some layers of the teacher; nothing is trained."""
+    torch.set_num_threads(1)
+    lines = as_dicts(judge_windows(teacher, window_specs(teacher, length), length))
+    write({"mechanism": "windows", "length": length, "lines": shown(lines)}, out)
+
+
+@app.command()
+def train(
+    teacher: Teacher,
     layers: Annotated[str, typer.Option(help="layers that become recurrent")] = "1-2",
+    mechanism: Annotated[
+        str, typer.Option(help="stock (Gated DeltaNet of Qwen 3.5), or delta (without a window)")
+    ] = "stock",
     seeds: Annotated[list[int] | None, typer.Option(help="seeds (repeatable)")] = None,
-    times: Annotated[int, typer.Option(help="factor of the steps")] = 1,
+    times: Annotated[float, typer.Option(help="factor of the steps")] = 1,
+    transfer_share: Annotated[
+        float | None, typer.Option(help="share of the steps for transfer; default: the recipe's")
+    ] = None,
+    rates: Annotated[str, typer.Option(help="JSON: rates in place of the recipe's")] = "{}",
     precision: Annotated[str, typer.Option(help="bf16, or no (float32)")] = "bf16",
-    out: Annotated[Path | None, typer.Option(help="file to append JSON lines to")] = None,
+    long_rows: Annotated[bool, typer.Option("--long", help="evaluate rows of 4,096 too")] = False,
+    out: Out = None,
 ) -> None:
     """Convert, recover and evaluate students; print and append the results."""
     torch.set_num_threads(1)
-    data = [Path(sysconfig.get_path("stdlib")) / name for name in FOLDERS]
-
-    def write(line: dict[str, Any]) -> None:
-        print(json.dumps(line), flush=True)
-        if out is not None:
-            with out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-
-    write({"layers": layers, "lines": shown(windows(teacher, layers, data))})
+    if mechanism not in ("stock", "delta"):
+        raise typer.BadParameter(f"--mechanism must be stock or delta, got {mechanism!r}")
+    recipe = recipe_config("student")
+    total = recipe.transfer_steps + recipe.distil_steps
+    share = recipe.transfer_steps / total if transfer_share is None else transfer_share
+    steps = {
+        "transfer_steps": round(times * total * share),
+        "distil_steps": round(times * total * (1 - share)),
+    }
+    given = json.loads(rates)
     for seed in seeds or [0]:
         start = time.monotonic()
-        steps = recipe_config("student")
         config = recipe_config(
-            "student",
-            seed=seed,
-            precision=precision,
-            transfer_steps=times * steps.transfer_steps,
-            distil_steps=times * steps.distil_steps,
-            entropy_every=0,
+            "student", seed=seed, precision=precision, entropy_every=0, **steps, **given
         )
+        line = {"mechanism": mechanism, "layers": layers, "seed": seed, "times": times}
         with tempfile.TemporaryDirectory() as folder:
-            student, result = Path(folder, "student"), Path(folder, "result")
-            convert_files(teacher, "qwen3_5_text", student, recurrent=layers)
-            found = recover(
-                *(student, None, data, result, config),
-                teacher=teacher,
-                log=lambda text: print(text, flush=True),
-            )
-        line = {"layers": layers, "seed": seed, "times": times, "precision": precision}
-        seconds = round(time.monotonic() - start)
-        more = {"equal_window": found["equal_window"], "verdict": found["verdict"]}
-        write({**line, "seconds": seconds, "lines": shown(found["lines"]), **more})
+            result = Path(folder, "result")
+            found = run(teacher, layers, mechanism, result, config)
+            seconds = round(time.monotonic() - start)
+            more = {"4096": long_loss(teacher, result)} if long_rows else {}
+        line |= {**steps, **given, "precision": precision, "seconds": seconds}
+        more |= {"equal_window": found["equal_window"], "verdict": found["verdict"]}
+        write({**line, "lines": shown(found["lines"]), **more}, out)
+
+
+def run(teacher: Path, layers: str, mechanism: str, result: Path, config: Any) -> dict[str, Any]:
+    """Train one student into the folder ``result``; return the content of ``recovery.json``."""
+
+    def log(text: str) -> None:
+        print(text, flush=True)
+
+    if mechanism == "delta":
+        options = {"backend": "delta", "options": DELTA}
+        return recover(
+            teacher,
+            AttentionSpec("flash", layers={layers: options}),
+            data(),
+            result,
+            config,
+            log=log,
+        )
+    student = result.with_name("student")
+    convert_files(teacher, "qwen3_5_text", student, recurrent=layers)
+    return recover(student, None, data(), result, config, teacher=teacher, log=log)
+
+
+def long_loss(teacher: Path, result: Path) -> dict[str, float | None]:
+    """Return the loss and recall of a trained student on rows of 4,096 tokens."""
+    model = AutoModelForCausalLM.from_pretrained(result, dtype=torch.float32).eval()
+    found = evaluate_rows(speed_up(model), held_out(teacher, 4096))
+    return {"loss": found.loss, "recall": found.recall}
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

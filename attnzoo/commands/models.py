@@ -20,6 +20,7 @@ from attnzoo.commands.spec_options import (
     specs_of,
 )
 from attnzoo.commands.terminal import AsJson, console, problems
+from attnzoo.errors import SpecError
 
 if TYPE_CHECKING:
     from attnzoo.hf.describe import Description
@@ -171,10 +172,9 @@ def convert(
     """
     from attnzoo.hf.stock.convert import convert_files
     from attnzoo.report.output_path import check_folder
-    from attnzoo.training.plan import read_plan
 
     check_folder(out)
-    spec = None if plan is None else read_plan(plan)[0]
+    spec, recurrent = _read_plan(plan, recurrent)
     layers = convert_files(path, to, out, spec, recurrent=recurrent)
     console.print(f"Layers: {', '.join(layers)}.", soft_wrap=True, markup=False)
     console.print(
@@ -182,6 +182,21 @@ def convert(
         soft_wrap=True,
         markup=False,
     )
+
+
+def _read_plan(plan: Path | None, recurrent: str | None) -> tuple[Any, str | None]:
+    """Return the spec of ``--plan``, and the recurrent layers of it or of ``--recurrent``."""
+    from attnzoo.training.plan import read_plan
+    from attnzoo.training.student_plan import read_recurrent
+
+    if plan is None:
+        return None, recurrent
+    planned = read_recurrent(plan)
+    if planned is None:
+        return read_plan(plan)[0], recurrent
+    if recurrent is not None:
+        raise SpecError(f"{str(plan)!r} has the recurrent layers; leave --recurrent out")
+    return None, planned
 
 
 def convert_heads(

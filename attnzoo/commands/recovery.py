@@ -111,8 +111,8 @@ PlanClass = Annotated[
     str | None,
     typer.Option(
         metavar="CLASS",
-        help="windows of one size, which a stock class holds (attnzoo convert --to CLASS); needs "
-        "--cache-bytes",
+        help="what a stock class holds (attnzoo convert --to CLASS): windows of one size, within "
+        "--cache-bytes, or the recurrent layers of a student, which --from has transferred",
     ),
 ]
 EqualWindow = Annotated[
@@ -155,7 +155,6 @@ def plan(
 ) -> None:
     """Measure how much each layer needs softmax, and choose an attention for each layer."""
     from attnzoo.report.output_path import check_file
-    from attnzoo.training.loading import load_rows
     from attnzoo.training.plan import make_plan
     from attnzoo.training.reuse import read_transferred
 
@@ -163,26 +162,25 @@ def plan(
         raise SpecError("plan takes either --keep-softmax or --cache-bytes")
     if out is not None and not dry_run:
         check_file(out, overwrite=overwrite)
+    keep = 0.25 if keep_softmax is None else keep_softmax
+    row_length = length or target_length or 512
+    if to is not None and _has_recurrent_layers(to):
+        given = {"cache-bytes": cache_bytes, "candidate": candidate, "equal-window": equal_window}
+        run = _transferred_student(from_, given)
+        tokens = _plan_rows(path, data, column, row_length, max_tokens)[:rows]
+        _plan_student(path, run, tokens, keep, None if dry_run else out)
+        return
     budget = None if cache_bytes is None else _budget(cache_bytes, cache_length)
     if to is not None:
         _refuse_with_class(from_, equal_window)
         candidate, budget = _for_class(path, to, candidate, budget)
     transferred = None if from_ is None else read_transferred(from_)
     specs = {} if transferred and not candidate else _candidate_specs(candidate, equal_window)
-    row_length = length or target_length or 512
-    train, _ = load_rows(path, data, column, _config_of_rows(row_length, max_tokens))
+    tokens = _plan_rows(path, data, column, row_length, max_tokens)[:rows]
     with show_status(console) as show:
-        made_plan = make_plan(
-            path,
-            train.tokens[:rows],
-            specs,
-            keep_softmax=0.25 if keep_softmax is None else keep_softmax,
-            budget=budget,
-            window=window,
-            target_length=target_length,
-            transferred=transferred,
-            on_step=show,
-        )
+        options: dict[str, Any] = {"window": window, "target_length": target_length}
+        options |= {"budget": budget, "transferred": transferred}
+        made_plan = make_plan(path, tokens, specs, keep_softmax=keep, on_step=show, **options)
     _print_plan(made_plan)
     if out is None or dry_run:
         console.print("Nothing was written; give --out FILE to save the plan.")
@@ -190,12 +188,61 @@ def plan(
     _write_plan(made_plan, out, path, rows)
 
 
-def _config_of_rows(row_length: int, max_tokens: str | None) -> Any:
-    """Return the configuration of the rows that a plan is measured on."""
+def _plan_rows(
+    path: Path, data: list[Path], column: str, length: int, max_tokens: str | None
+) -> Any:
+    """Return rows of training text, each with a repeated segment, ``[N, length]``."""
+    from attnzoo.training.loading import load_rows
     from attnzoo.training.train_config import TrainConfig
 
     limit = token_count(max_tokens, "--max-tokens")
-    return TrainConfig(row_length=row_length, repeat_share=1.0, max_tokens=limit)
+    config = TrainConfig(row_length=length, repeat_share=1.0, max_tokens=limit)
+    return load_rows(path, data, column, config)[0].tokens
+
+
+def _has_recurrent_layers(to: str) -> bool:
+    """Return whether a plan for a class chooses recurrent layers."""
+    from attnzoo.hf.stock.classes import stock_class
+
+    return stock_class(to).recurrent
+
+
+def _transferred_student(from_: Path | None, given: dict[str, Any]) -> Path:
+    """Return ``--from`` of a plan of a student's layers.
+
+    Raises:
+        SpecError: It is not given, or an option is given that does not apply.
+    """
+    for name, value in given.items():
+        if value:
+            raise SpecError(
+                "A plan of recurrent layers has one candidate, and --keep-softmax sets its "
+                f"memory; leave --{name} out"
+            )
+    if from_ is None:
+        raise SpecError(
+            "Recurrent layers are ranked after a transfer: run `attnzoo convert DIR --to CLASS "
+            "--recurrent LAYERS` with all layers that may become recurrent, then `attnzoo recover "
+            "STUDENT --teacher DIR --recipe student --distil-steps 0`, and give the folder of "
+            "its result by --from"
+        )
+    return from_
+
+
+def _plan_student(path: Path, run: Path, rows: Any, keep: float, out: Path | None) -> None:
+    """Choose the recurrent layers of a student; print them and the next command."""
+    from attnzoo.training.student_plan import plan_student
+
+    with show_status(console) as show:
+        made_plan = plan_student(path, run, rows, keep_softmax=keep, on_step=show)
+    made_plan.table().print(console)
+    choice = ["--recurrent", made_plan.layers]
+    if out is not None:
+        made_plan.write(out)
+        console.print(f"Plan:   {out}", soft_wrap=True)
+        choice = ["--plan", str(out)]
+    command = ["attnzoo", "convert", argument_of(path), "--to", "qwen3_5_text", *choice]
+    console.print(f"Next:   {shlex.join(command)} --out STUDENT", soft_wrap=True)
 
 
 def _budget(cache_bytes: str, cache_length: str) -> Any:
