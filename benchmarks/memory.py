@@ -26,7 +26,8 @@ from transformers import (
 )
 
 from attnzoo.compare.workers import OK, Workers
-from attnzoo.evaluation.memory import TOTALS, MemoryCase, measured
+from attnzoo.evaluation.memory import TOTALS, measured
+from attnzoo.evaluation.memory_case import MemoryCase
 from attnzoo.evaluation.memory_fit import estimate
 from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.report.format import format_bytes, format_length

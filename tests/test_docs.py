@@ -1,14 +1,20 @@
-"""The Python code in README.md, CONTRIBUTING.md, docs/ and integrations/ runs, and links resolve.
+"""Python code in README.md, CONTRIBUTING.md, docs/ and integrations/ runs, and links resolve.
+
+The command line accepts the commands of the page about large models, which are too large to run.
 
 The blocks of a page run in one namespace, in a new process and a temporary folder. A block after
 ``<!-- not run: REASON -->`` is reported as skipped.
 """
 
 import re
+import shlex
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import typer
+
+from attnzoo.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -74,6 +80,30 @@ def test_code_runs(page, tmp_path, fresh_python):
 def test_code_that_is_not_run(page, block):
     compile(block.code, page, "exec")
     pytest.skip(f"{page}:{block.line} is not run: {block.reason}")
+
+
+TOO_LARGE = ("docs/large_models.md",)
+SHELL = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def commands(page: str) -> list[list[str]]:
+    """Return the arguments of each complete attnzoo command in the shell blocks of a page."""
+    found = []
+    for block in SHELL.findall(page):
+        for line in block.replace("\\\n", " ").splitlines():
+            match = re.search(r"(?:^|-m )attnzoo (.*)$", line)
+            if match and not re.search(r"\.\.\.( |$)|\$", match[1]):
+                found.append(shlex.split(match[1].split(" > ")[0], comments=True))
+    return found
+
+
+@pytest.mark.parametrize("page", TOO_LARGE)
+def test_the_command_line_accepts_commands(page):
+    known = typer.main.get_command(app).commands
+    given = commands(TEXTS[page])
+    assert len(given) > 2
+    for name, *arguments in given:
+        known[name].make_context(name, arguments)  # raises a UsageError
 
 
 def anchors(page: str) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,25 +14,60 @@ from attnzoo.commands.spec_options import Attentions, specs_of
 from attnzoo.commands.terminal import AsJson, console, problems
 from attnzoo.report.live import show_status
 
+Length = Annotated[str, typer.Option(help="tokens per row, such as 32k")]
+Batch = Annotated[int, typer.Option(min=1, help="rows")]
+Dtype = Annotated[str, typer.Option(help="data type of the weights")]
+Optimizer = Annotated[str, typer.Option(help="adamw or sgd")]
+Train = Annotated[
+    str, typer.Option(help="full, lora (adapters and extras) or extras (of the backends)")
+]
+LoraRank = Annotated[int, typer.Option(help="rank of LoRA adapters")]
+Loss = Annotated[str, typer.Option(help="lm, or distil (of recover, with a teacher)")]
+Teacher = Annotated[
+    str | None,
+    typer.Option(
+        help="shared (with frozen weights), copy, or offloaded (to the CPU); default: as in recover"
+    ),
+]
+TeacherDtype = Annotated[str | None, typer.Option(help="data type of a copy; default: --dtype")]
+Precision = Annotated[str, typer.Option(help="autocast: no or bf16")]
+Gpus = Annotated[int, typer.Option(help="GPUs that share --batch rows; the memory is that of one")]
+Sharding = Annotated[
+    str, typer.Option(help="fsdp2 (weights, gradients, optimizer) or ddp (nothing)")
+]
+Accumulate = Annotated[int, typer.Option(help="micro-batches of --batch (gradient accumulation)")]
+LoadIn4bit = Annotated[
+    bool, typer.Option("--load-in-4bit", help="frozen linear layers in 4 bits (QLoRA)")
+]
+Measure = Annotated[
+    bool, typer.Option("--measure", help="also run each attention, in a process of its own")
+]
+Fit = Annotated[
+    str | None, typer.Option(help="also print the longest input that fits, such as 24GB")
+]
+Timeout = Annotated[float, typer.Option(min=1, help="time limit of a measurement in seconds")]
+
 
 def memory(
     model: Model = "embedded",
-    length: Annotated[str, typer.Option(help="tokens per row, such as 32k")] = "4k",
-    batch: Annotated[int, typer.Option(min=1, help="rows")] = 1,
+    length: Length = "4k",
+    batch: Batch = 1,
     attention: Attentions = None,
-    dtype: Annotated[str, typer.Option(help="data type of the weights")] = "float32",
-    optimizer: Annotated[str, typer.Option(help="adamw or sgd")] = "adamw",
-    train: Annotated[str, typer.Option(help="full or extras (of the backends)")] = "full",
-    loss: Annotated[str, typer.Option(help="lm, or distil (of recover, with a teacher)")] = "lm",
-    measure: Annotated[
-        bool, typer.Option("--measure", help="also run each attention, in a process of its own")
-    ] = False,
-    fit: Annotated[
-        str | None, typer.Option(help="also print the longest input that fits, such as 24GB")
-    ] = None,
-    timeout: Annotated[
-        float, typer.Option(min=1, help="time limit of a measurement in seconds")
-    ] = 600.0,
+    dtype: Dtype = "float32",
+    optimizer: Optimizer = "adamw",
+    train: Train = "full",
+    lora_rank: LoraRank = 16,
+    loss: Loss = "lm",
+    teacher: Teacher = None,
+    teacher_dtype: TeacherDtype = None,
+    precision: Precision = "no",
+    gpus: Gpus = 1,
+    sharding: Sharding = "fsdp2",
+    accumulate: Accumulate = 1,
+    load_in_4bit: LoadIn4bit = False,
+    measure: Measure = False,
+    fit: Fit = None,
+    timeout: Timeout = 600.0,
     threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
@@ -40,37 +76,57 @@ def memory(
     Parameters, gradients, optimizer, activations with and without gradient checkpointing, keys and
     values or states, and the peaks of a training step, of a prompt and of a decoded token.
     """
-    from attnzoo.evaluation.memory import MemoryCase
-    from attnzoo.evaluation.memory_tables import fit_table, memory_table
+    from attnzoo.evaluation.memory_case import MemoryCase
     from attnzoo.evaluation.models import model_path
-    from attnzoo.report.format import format_length
     from attnzoo.training import distil_memory  # noqa: F401 - registers the loss "distil"
     from attnzoo.training.budget import parse_size
 
-    tokens, limit = parse_size(length, "--length"), fit and parse_size(fit, "--fit")
+    limit = fit and parse_size(fit, "--fit")
     path = str(model_path(model))
     cases = [
         MemoryCase(
             path=path,
             spec=spec,
-            length=tokens,
+            length=parse_size(length, "--length"),
             batch=batch,
             dtype=dtype,
             optimizer=optimizer,
             train=train,
             loss=loss,
+            lora_rank=lora_rank,
+            teacher=teacher,
+            teacher_dtype=teacher_dtype,
+            precision=precision,
+            gpus=gpus,
+            sharding=sharding,
+            accumulate=accumulate,
+            load_in_4bit=load_in_4bit,
         )
         for spec in _specs(path, attention)
     ]
     with show_status(problems if as_json else console) as show:
-        rows = []
-        for case in cases:
-            show(case.attention)
-            rows.append(_row(case, limit or None, timeout if measure else None, threads))
+        given = (limit or None, timeout if measure else None, threads)
+        rows = [_row(case, *given, show) for case in cases]
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    title = f"{format_length(tokens)} tokens, {batch} row{'s' if batch > 1 else ''}, {dtype}"
+    _print_rows(rows, cases[0], fit)
+
+
+def _print_rows(rows: list[dict[str, Any]], case: Any, fit: str | None) -> None:
+    """Print the tables of the rows, and the reasons of refusals.
+
+    Args:
+        rows: As of :func:`_row`.
+        case: One of the cases, which differ in the attention.
+        fit: The memory of ``--fit``.
+    """
+    from attnzoo.evaluation.memory_tables import fit_table, memory_table
+    from attnzoo.report.format import format_length
+
+    length, batch, gpus = format_length(case.length), case.batch, case.gpus
+    title = f"{length} tokens, {batch} row{'s' if batch > 1 else ''}, {case.dtype}"
+    title += f", one of {gpus} GPUs ({case.sharding})" if gpus > 1 else ""
     memory_table(rows, title).print(console)
     if fit:
         fit_table(rows, fit).print(console)
@@ -97,7 +153,11 @@ def _specs(path: str, attention: list[str] | None) -> list[Any]:
 
 
 def _row(
-    case: Any, limit: int | None, timeout: float | None, threads: int | None
+    case: Any,
+    limit: int | None,
+    timeout: float | None,
+    threads: int | None,
+    show: Callable[[str], None],
 ) -> dict[str, Any]:
     """Return what is known of a case: computed, measured, what fits, and reasons of refusals."""
     from dataclasses import asdict
@@ -110,6 +170,7 @@ def _row(
     from attnzoo.evaluation.memory_fit import MemoryCurve
     from attnzoo.training.distil_memory import measured
 
+    show(case.attention)
     row: dict[str, Any] = {"attention": case.attention, **asdict(case)}
     row |= dict.fromkeys(("computed", "measured", "fit"), None) | {"reason": ""}
     try:

@@ -67,6 +67,21 @@ Teacher = Annotated[
         "--recurrent`, in place of a swap (experimental)",
     ),
 ]
+TeacherDtype = Annotated[
+    str | None,
+    typer.Option(
+        help="data type of the teacher with --train full, a copy: float32, bfloat16 or float16; "
+        "default: float32"
+    ),
+]
+OffloadTeacher = Annotated[
+    bool,
+    typer.Option(
+        "--offload-teacher",
+        help="keep the teacher of --train full in the memory of the CPU; each layer's weights go "
+        "to the GPU while it runs",
+    ),
+]
 DistilLength = Annotated[
     int | None, typer.Option(help="tokens per row of distillation; default: --length")
 ]
@@ -348,6 +363,8 @@ def recover(
     rate_factor: RateFactor = None,
     cross_entropy: CrossEntropy = 0.0,
     hidden_states: HiddenStates = 0.0,
+    teacher_dtype: TeacherDtype = None,
+    offload_teacher: OffloadTeacher = False,
     train: Train = "lora",
     *,
     context: typer.Context,
@@ -380,14 +397,20 @@ def recover(
         "top_k": top_k,
         "cross_entropy": cross_entropy,
         "hidden_states": hidden_states,
+        "teacher_dtype": teacher_dtype,
+        "offload_teacher": offload_teacher,
         "train": train,
         **options.config(),
     }
     config = _config("recover", given, options, context)
-    steps, distil_steps = config.transfer_steps, config.distil_steps
-    stages = {"softmax": distil_steps, "transfer": steps, "distil": distil_steps}
     start = partial(recovery.recover, path, spec, weights=weights, teacher=teacher)
-    _run(start, config, stages, options)
+    _run(start, config, _stages(config), options)
+
+
+def _stages(config: Any) -> dict[str, int]:
+    """Return the steps of each stage of a recovery."""
+    steps, distil_steps = config.transfer_steps, config.distil_steps
+    return {"softmax": distil_steps, "transfer": steps, "distil": distil_steps}
 
 
 def _spec_of_recovery(

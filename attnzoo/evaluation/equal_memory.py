@@ -18,7 +18,8 @@ from transformers import DynamicCache
 
 from attnzoo.evaluation.allocations import fake_model
 from attnzoo.evaluation.decoding import bytes_of_layers, layer_bytes
-from attnzoo.evaluation.memory import MemoryCase, build_model
+from attnzoo.evaluation.memory import build_model
+from attnzoo.evaluation.memory_case import MemoryCase
 from attnzoo.evaluation.models import max_positions
 from attnzoo.hf.attention.call import layer_backend
 from attnzoo.hf.layers import attention_layers

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from attnzoo.errors import ConfigError, UnsupportedError, did_you_mean
+from attnzoo.errors import ConfigError, UnsupportedError
 from attnzoo.evaluation.allocations import (
     Allocation,
     AllocationTracker,
@@ -27,90 +29,15 @@ from attnzoo.evaluation.allocations import (
     real_meter,
 )
 from attnzoo.evaluation.decoding import cache_bytes
-from attnzoo.evaluation.models import max_positions, spec_label
+from attnzoo.evaluation.memory_4bit import in_4_bits
+from attnzoo.evaluation.memory_case import LOSSES, MemoryCase, TrainingLoss
+from attnzoo.evaluation.memory_sharding import GatheredUnits
+from attnzoo.evaluation.models import max_positions
+from attnzoo.hf.adapters.lora import with_adapters
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.names import NAME
 from attnzoo.hf.saving.files import model_class, read_config
 from attnzoo.hf.seam import cache_argument
-from attnzoo.spec import AttentionSpec
-
-
-class TrainingLoss(NamedTuple):
-    """A loss of training.
-
-    Attributes:
-        forward: Returns the loss.
-        teacher: A model beside the one that is trained, if any.
-    """
-
-    forward: Callable[[], Tensor]
-    teacher: torch.nn.Module | None
-
-
-MakeLoss = Callable[[PreTrainedModel, Tensor, str], TrainingLoss]  # of a model, tokens and "train"
-OPTIMIZERS = ("adamw", "sgd")
-TRAINED = ("full", "extras")
-LOSSES: dict[str, MakeLoss] = {}  # by name, beside "lm"
-AS_SAVED = "as saved"  # the label of a model with the attention of its config
-
-
-def register_loss(name: str, make: MakeLoss) -> None:
-    """Make a loss known to :class:`MemoryCase`.
-
-    Args:
-        name: Its name.
-        make: Returns the loss of a model in training mode, tokens ``[B, T]`` and what is trained.
-    """
-    LOSSES[name] = make
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryCase:
-    """One model, attention and size of inputs.
-
-    Attributes:
-        path: Folder of a saved model; its weights are not needed.
-        spec: Plain data of the attention; ``None`` for that of the model's config.
-        length: Tokens per row.
-        batch: Rows.
-        dtype: Data type of the weights.
-        optimizer: ``"adamw"``, two numbers per trained weight, or ``"sgd"`` without momentum.
-        train: ``"full"``, all weights, or ``"extras"``, those that the backends add.
-        loss: ``"lm"``, that of the model's ``forward``, or one of :func:`register_loss`.
-    """
-
-    path: str
-    spec: dict[str, Any] | None = None
-    length: int = 1024
-    batch: int = 1
-    dtype: str = "float32"
-    optimizer: str = "adamw"
-    train: str = "full"
-    loss: str = "lm"
-
-    def __post_init__(self) -> None:
-        for name in ("length", "batch"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        choices = {"optimizer": OPTIMIZERS, "train": TRAINED, "loss": ("lm", *LOSSES)}
-        for name, known in choices.items():
-            value = getattr(self, name)
-            if value not in known:
-                raise ConfigError(
-                    f"{name} must be one of {', '.join(known)}, got {value!r}."
-                    f"{did_you_mean(value, known)}"
-                )
-        dtype = getattr(torch, self.dtype, None)
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise ConfigError(
-                "dtype must be a floating-point type of torch, such as float32 or bfloat16, got "
-                f"{self.dtype!r}"
-            )
-
-    @property
-    def attention(self) -> str:
-        """Name of the attention in tables."""
-        return AS_SAVED if self.spec is None else spec_label(AttentionSpec.from_dict(self.spec))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +59,8 @@ class MemoryUse:
         cache: Keys and values, or states, after the prompt; ``None`` if it does not decode.
         step: Used by decoding one token, beyond weights and cache.
         teacher: Weights of a model that teaches beside the one that is trained.
+        whole: Whole weights, which a process of sharded training holds, with the teacher, before
+            they are sharded and after training; 0 if ``parameters`` are whole.
     """
 
     parameters: int
@@ -146,6 +75,7 @@ class MemoryUse:
     cache: int | None
     step: int | None
     teacher: int = 0
+    whole: int = 0
 
     @property
     def training(self) -> int:
@@ -159,20 +89,20 @@ class MemoryUse:
         return None if peak is None else self._training(peak)
 
     def _training(self, backward: int) -> int:
-        weights = self.parameters + self.teacher
-        return weights + self.optimizer + max(backward, self.gradients + self.update)
+        step = self.parameters + self.optimizer + max(backward, self.gradients + self.update)
+        return self.teacher + max(step, self.whole)
 
     @property
     def inference(self) -> int:
         """The most during a forward pass over the whole input without gradients."""
-        return self.parameters + self.prompt
+        return max(self.parameters, self.whole) + self.prompt
 
     @property
     def decoding(self) -> int | None:
         """The most while one token is decoded after the input."""
         if self.cache is None or self.step is None:
             return None
-        return self.parameters + self.cache + self.step
+        return max(self.parameters, self.whole) + self.cache + self.step
 
     def to_dict(self) -> dict[str, int | None]:
         """Return all fields and totals."""
@@ -218,6 +148,11 @@ def measure(case: MemoryCase) -> MemoryUse:
     Raises:
         AttnzooError: The model does not fit the case.
     """
+    if case.gpus > 1 or case.load_in_4bit:
+        raise ConfigError(
+            "One process on the CPU is measured, without gpus and load_in_4bit; leave them out, or "
+            "compute the memory only"
+        )
     torch.manual_seed(0)
     model = build_model(case)
     return _memory_use(model, case, real_meter, lambda: _measured_optimizer(model, case))[0]
@@ -248,12 +183,18 @@ def build_model(case: MemoryCase) -> PreTrainedModel:
             f"the model has {positions} positions, but the case needs {case.length}; "
             "attnzoo.extend_positions adds positions"
         )
-    options = {"dtype": getattr(torch, case.dtype)}
+    options: dict[str, Any] = {"dtype": case.compute_dtype}
     if case.spec is not None:
         config.attnzoo = case.spec
     if getattr(config, NAME, None) is not None:
         options["attn_implementation"] = NAME
     model: PreTrainedModel = cls._from_config(config, **options)
+    if case.train == "lora":
+        task = "CAUSAL_LM" if model.can_generate() else "FEATURE_EXTRACTION"
+        model = with_adapters(model, case.lora_rank, task).base_model.model
+        for name, parameter in model.named_parameters():
+            if f".{NAME}." in name:
+                parameter.requires_grad_(True)
     if case.train == "extras":
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(f".{NAME}." in name)
@@ -275,7 +216,7 @@ def _memory_use(
         optimizer: Returns the bytes of the optimizer's state and of its intermediate results.
     """
     vocabulary = int(model.config.get_text_config().vocab_size)
-    tokens = torch.randint(vocabulary, (case.batch, case.length))
+    tokens = torch.randint(vocabulary, (case.rows, case.length))
     parameters = _bytes([*model.parameters(), *model.buffers()])
     limit = max_positions(Path(case.path))
     prompt, cache, step = _inference(model.eval(), tokens, meter, limit)
@@ -287,17 +228,17 @@ def _memory_use(
         )
     model.train()
     make = LOSSES.get(case.loss)
-    loss = make(model, tokens, case.train) if make else TrainingLoss(_forward(model, tokens), None)
-    forward = loss.forward
-    once = _backward(model, forward, meter)
-    gradients = _bytes(x.grad for x in trained if x.grad is not None)
+    loss = make(model, tokens, case) if make else TrainingLoss(_forward(model, tokens), None)
+    forward = partial(_autocast, loss.forward, case.precision)
+    once = _backward(model, forward, meter, case)
+    gradients = _bytes(trained if case.shards else (x.grad for x in trained))
     state, update = optimizer()
     again = None
     if model.supports_gradient_checkpointing:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # transformers renames the method
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        again = _backward(model, forward, meter)
+        again = _backward(model, forward, meter, case)
     use = MemoryUse(
         parameters=parameters,
         gradients=gradients,
@@ -312,7 +253,59 @@ def _memory_use(
         step=step,
         teacher=0 if loss.teacher is None else _bytes(loss.teacher.parameters()),
     )
-    return use, BackwardPeaks(once.peaks, again and again.peaks)
+    return of_one_gpu(use, BackwardPeaks(once.peaks, again and again.peaks), model, case)
+
+
+def of_one_gpu(
+    use: MemoryUse, peaks: BackwardPeaks, model: nn.Module, case: MemoryCase
+) -> tuple[MemoryUse, BackwardPeaks]:
+    """Return the memory of one GPU, given that of the whole model on its rows.
+
+    Args:
+        use: What the whole model uses; under FSDP2 with the buffers of :class:`GatheredUnits`.
+        peaks: The parts of its peaks.
+        model: The model.
+        case: The case.
+    """
+    if case.load_in_4bit:
+        saved, buffer = in_4_bits(
+            model, 2 if case.precision == "bf16" else case.kept_dtype.itemsize
+        )
+        use = replace(use, parameters=use.parameters - saved, prompt=use.prompt + buffer)
+        if use.step is not None:
+            use = replace(use, step=use.step + buffer)
+        use, peaks = _with_more(use, peaks, buffer)
+    kept = use.gradients if case.accumulate > 1 else 0  # of the micro-batches before
+    if not case.shards:
+        buckets = use.gradients if case.gpus > 1 else 0  # DDP's copy, for communication
+        use = replace(use, gradients=use.gradients + buckets)
+        return _with_more(use, peaks, buckets + kept)
+    wide = case.kept_dtype.itemsize // case.compute_dtype.itemsize
+
+    def part(size: int) -> int:
+        return -(-wide * size // case.gpus)
+
+    use = replace(  # gradients of micro-batches before the last are whole
+        use,
+        parameters=part(use.parameters),
+        gradients=part(use.gradients),
+        optimizer=part(use.optimizer),
+        update=part(use.update),
+        whole=wide * use.parameters,
+    )
+    return _with_more(use, peaks, kept)
+
+
+def _with_more(use: MemoryUse, peaks: BackwardPeaks, more: int) -> tuple[MemoryUse, BackwardPeaks]:
+    """Return the memory with so many bytes more during forward + backward."""
+    again = use.backward_checkpointed
+    use = replace(
+        use,
+        backward=use.backward + more,
+        backward_checkpointed=None if again is None else again + more,
+    )
+    parts = (None if x is None else tuple(n + more for n in x) for x in peaks)
+    return use, BackwardPeaks(*parts)  # type: ignore[arg-type]
 
 
 def _forward(model: PreTrainedModel, tokens: Tensor) -> Callable[[], Tensor]:
@@ -332,7 +325,15 @@ def _forward(model: PreTrainedModel, tokens: Tensor) -> Callable[[], Tensor]:
     return run
 
 
-def _backward(model: PreTrainedModel, forward: Callable[[], Tensor], meter: Meter) -> Allocation:
+def _autocast(forward: Callable[[], Tensor], precision: str) -> Tensor:
+    """Run a forward pass under the autocast of a precision."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        return forward()
+
+
+def _backward(
+    model: PreTrainedModel, forward: Callable[[], Tensor], meter: Meter, case: MemoryCase
+) -> Allocation:
     """Return what a forward pass keeps, and the peaks of forward + backward."""
 
     def reset() -> None:
@@ -342,17 +343,33 @@ def _backward(model: PreTrainedModel, forward: Callable[[], Tensor], meter: Mete
         saved = meter(forward, reset).kept
         return meter(lambda: forward().backward(), reset)._replace(kept=saved)
     kept: list[int] = []
+    part = case.kept_dtype.itemsize / case.compute_dtype.itemsize / case.gpus
+    units = GatheredUnits(model, lambda size: round(part * size)) if case.shards else None
 
     def run() -> None:
         before = meter.current
         loss = forward()
         kept.append(meter.current - before)
         loss.backward()
+        if units is not None:
+            units.end_of_step()
 
+    def start() -> None:
+        reset()
+        if units is not None:
+            units.reset()
+
+    with _marks(model, meter.mark) if units is None else units.running(meter.mark):
+        return meter(run, start)._replace(kept=kept[-1])
+
+
+@contextmanager
+def _marks(model: nn.Module, mark: Callable[[], None]) -> Iterator[None]:
+    """Context in which a function is called when a parameter has its gradient."""
     trained = [x for x in model.parameters() if x.requires_grad]
-    hooks = [x.register_post_accumulate_grad_hook(lambda _: meter.mark()) for x in trained]
+    hooks = [x.register_post_accumulate_grad_hook(lambda _: mark()) for x in trained]
     try:
-        return meter(run, reset)._replace(kept=kept[-1])
+        yield
     finally:
         for hook in hooks:
             hook.remove()

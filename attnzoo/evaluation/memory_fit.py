@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from attnzoo.evaluation.memory import BackwardPeaks, MemoryCase, MemoryUse, build_model, compute
+from attnzoo.evaluation.memory import BackwardPeaks, MemoryUse, build_model, compute
+from attnzoo.evaluation.memory_case import MemoryCase
 from attnzoo.evaluation.models import max_positions
 from attnzoo.hf.attention.call import layer_backend
 from attnzoo.hf.layers import attention_layers
@@ -36,7 +37,7 @@ class MemoryCurve:
         self.longest = MAX_LENGTH if positions is None else positions
         start = max(SHORTEST, 4 * _longest_window(case))
         if case.loss != "lm":  # whose logits are computed in chunks where there are more tokens
-            start = max(start, _tokens_of_a_chunk(case) // case.batch + 1)
+            start = max(start, _tokens_of_a_chunk(case) // case.rows + 1)
         self.sampled = tuple(max(1, min(start, self.longest // 4)) * n for n in (1, 2, 4))
         self._computed: dict[int, tuple[MemoryUse, BackwardPeaks]] = {}
         self._extrapolate: Callable[[int], MemoryUse] | None = None
@@ -127,6 +128,8 @@ def estimate_memory(
     dtype: str = "float32",
     optimizer: str = "adamw",
     train: str = "full",
+    gpus: int = 1,
+    sharding: str = "fsdp2",
 ) -> MemoryUse:
     """Return the bytes that training and decoding use, without running or loading the model.
 
@@ -141,7 +144,11 @@ def estimate_memory(
         batch: Rows.
         dtype: Data type of the weights, such as ``"bfloat16"``.
         optimizer: ``"adamw"``, or ``"sgd"`` without momentum.
-        train: ``"full"``, or ``"extras"`` for the parameters that the backends add.
+        train: ``"full"``, ``"extras"`` for the parameters that the backends add, or ``"lora"`` for
+            adapters on all linear layers and extras.
+        gpus: GPUs that have ``batch`` rows together; the result is that of one of them.
+        sharding: What they shard: ``"fsdp2"``, weights, gradients and optimizer, or ``"ddp"``,
+            nothing.
 
     Raises:
         AttnzooError: An argument is invalid, or a backend does not support the model.
@@ -163,6 +170,8 @@ def estimate_memory(
             dtype=dtype,
             optimizer=optimizer,
             train=train,
+            gpus=gpus,
+            sharding=sharding,
         )
     )
 

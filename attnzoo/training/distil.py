@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
+from accelerate import Accelerator, cpu_offload
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -142,6 +142,8 @@ def softmax_teacher(
     weights_change: bool,
     outputs: Outputs = predictions,
     context_parallel: bool = False,
+    dtype: torch.dtype | None = None,
+    offload: bool = False,
 ) -> Teacher:
     """Return a function that computes a swapped model's outputs with softmax attention.
 
@@ -152,13 +154,18 @@ def softmax_teacher(
         outputs: Which outputs to return.
         context_parallel: Whether rows are split over processes. Softmax is then flash, because the
             model's own attention does not support that.
+        dtype: Data type of a copy's weights; ``None`` for that of the model.
+        offload: Whether a copy's weights are in the memory of the CPU, from where each layer's go
+            to the model's device while it runs (Accelerate's ``cpu_offload``).
     """
     swapped = bool(swapped_layers(model))
     frozen: Any = None
     if weights_change:
-        frozen = deepcopy(model).requires_grad_(False).eval()
+        frozen = _copy_frozen(model, dtype, torch.device("cpu") if offload else None)
         if swapped and not context_parallel:
             restore(frozen)
+        if offload:
+            cpu_offload(frozen, execution_device=next(model.parameters()).device)
 
     @torch.no_grad()
     def teach(student: nn.Module, batch: Mapping[str, Tensor]) -> Any:
@@ -169,7 +176,7 @@ def softmax_teacher(
         elif swapped and frozen is None:
             softmax = original_attention(model)
         if frozen is not None:
-            if frozen.device != batch["input_ids"].device:
+            if not offload and frozen.device != batch["input_ids"].device:
                 frozen.to(batch["input_ids"].device)
             with softmax:
                 return outputs(frozen, batch)
@@ -179,6 +186,23 @@ def softmax_teacher(
 
     teach.frozen = frozen  # type: ignore[attr-defined]  # counted by distil_memory
     return teach
+
+
+def _copy_frozen(
+    model: nn.Module, dtype: torch.dtype | None, device: torch.device | None
+) -> nn.Module:
+    """Return a frozen copy of a model in evaluation mode, made with weights of a type on a device.
+
+    Args:
+        model: The model.
+        dtype: Data type of the weights; ``None`` for that of the model.
+        device: Device of the weights; ``None`` for that of the model.
+    """
+    copies: dict[int, Any] = {
+        id(x): nn.Parameter(x.detach().to(device=device, dtype=dtype, copy=True), False)
+        for x in model.parameters()
+    }
+    return deepcopy(model, copies).eval()
 
 
 def other_teacher(original: Any, outputs: Outputs = predictions) -> Teacher:

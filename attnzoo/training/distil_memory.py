@@ -5,19 +5,22 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnzoo.errors import UnsupportedError
-from attnzoo.evaluation.memory import MemoryCase, TrainingLoss, register_loss
 from attnzoo.evaluation.memory import measured as measured_case
+from attnzoo.evaluation.memory_case import MemoryCase, TrainingLoss, register_loss
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.logits import keeps_logits, tokens_per_chunk
 from attnzoo.training.distil import distil_loss, predictions, softmax_teacher
 
 
-def distillation(model: PreTrainedModel, tokens: Tensor, train: str) -> TrainingLoss:
+def distillation(model: PreTrainedModel, tokens: Tensor, case: MemoryCase) -> TrainingLoss:
     """Return the loss of ``recover``'s second stage, with its teacher.
+
+    Under FSDP, all logits are held, as in a run.
 
     Raises:
         UnsupportedError: The model predicts no next tokens.
@@ -27,12 +30,35 @@ def distillation(model: PreTrainedModel, tokens: Tensor, train: str) -> Training
             f"{type(model).__name__} predicts no next tokens, so there is no loss 'distil' of its "
             "logits; use loss='lm'"
         )
-    chunk = tokens_per_chunk(model) if keeps_logits(model) else None
+    in_chunks = keeps_logits(model) and not case.shards
+    chunk = tokens_per_chunk(model) if in_chunks else None
     outputs = partial(predictions, chunk=chunk)
-    teacher = softmax_teacher(model, weights_change=train == "full", outputs=outputs)
+    dtype = case.kept_dtype if case.teacher_dtype is None else getattr(torch, case.teacher_dtype)
+    copied = case.copies_teacher
+    teacher = softmax_teacher(model, weights_change=copied, outputs=outputs, dtype=dtype)
+    frozen: Any = getattr(teacher, "frozen", None)
+    if case.teacher == "offloaded":
+        _allocate_while_running(frozen)
+        frozen = None  # no weights between layers
     loss = distil_loss(teacher, chunk=chunk)
     batch = {"input_ids": tokens, "labels": tokens}
-    return TrainingLoss(lambda: loss(model, batch), getattr(teacher, "frozen", None))
+    return TrainingLoss(lambda: loss(model, batch), frozen)
+
+
+def _allocate_while_running(model: nn.Module) -> None:
+    """Allocate the weights of each module while it runs, as Accelerate's ``cpu_offload`` does."""
+    copies: dict[nn.Module, list[Tensor]] = {}
+
+    def load(module: nn.Module, args: Any) -> None:
+        copies[module] = [torch.empty_like(x) for x in module.parameters(recurse=False)]
+
+    def free(module: nn.Module, args: Any, output: Any) -> None:
+        del copies[module]
+
+    for module in model.modules():
+        if any(True for _ in module.parameters(recurse=False)):
+            module.register_forward_pre_hook(load)
+            module.register_forward_hook(free)
 
 
 def measured(case: MemoryCase) -> dict[str, Any]:

@@ -10,10 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attnzoo.errors import ConfigError
+from attnzoo.errors import ConfigError, did_you_mean
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.calibrate import calibrate, calibrated_layers
 from attnzoo.training.distil import (
@@ -42,6 +43,7 @@ from attnzoo.training.transfer import (
     trainable_layers,
 )
 
+TEACHER_DTYPES = ("float32", "bfloat16", "float16")
 RATES = ("weights_lr", "attention_lr", "extras_lr")  # of distillation
 
 
@@ -65,6 +67,10 @@ class RecoverConfig(TrainConfig):
     # factor of the rates of distillation; None: from how far the student is from its teacher,
     # and 1 if weights_lr, attention_lr, extras_lr or cross_entropy is set, and for encoders
     rate_factor: float | None = None
+    # of the teacher with train="full", which is a copy: the data type of its weights (None:
+    # float32), and whether they are in the memory of the CPU while they do not run
+    teacher_dtype: str | None = None
+    offload_teacher: bool = False
     # schedule of the rates of distillation, as lr_scheduler_type; None: that of the loop
     distil_lr_scheduler_type: str | None = None
     distil_lr_scheduler_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -110,6 +116,7 @@ class RecoverConfig(TrainConfig):
                 "distil_lr_scheduler_kwargs are those of distil_lr_scheduler_type, which is not "
                 "given; give both, or lr_scheduler_kwargs"
             )
+        self._check_teacher()
         self.check_warmup({"transfer": self.transfer_steps, "distil": self.distil_steps})
         if self.hidden_states < 0:
             raise ConfigError(f"hidden_states must not be negative, got {self.hidden_states}")
@@ -117,6 +124,23 @@ class RecoverConfig(TrainConfig):
             raise ConfigError(
                 "label_smoothing_factor smooths the targets of cross-entropy, but cross_entropy is "
                 "0, and the teacher's predictions are no labels; set both, or neither"
+            )
+
+    def _check_teacher(self) -> None:
+        """Raise an error for settings of a copy where the teacher shares the model's weights."""
+        if self.teacher_dtype is None and not self.offload_teacher:
+            return
+        if self.train != "full":
+            raise ConfigError(
+                "teacher_dtype and offload_teacher are for a teacher that is a copy, but with "
+                f"train={self.train!r} it shares the frozen weights and needs no memory; leave "
+                "them out"
+            )
+        if self.teacher_dtype not in (None, *TEACHER_DTYPES):
+            raise ConfigError(
+                f"teacher_dtype must be one of {', '.join(TEACHER_DTYPES)}, got "
+                f"{self.teacher_dtype!r}.{did_you_mean(str(self.teacher_dtype), TEACHER_DTYPES)} "
+                "A teacher in 4 or 8 bits is not supported; offload_teacher needs the least memory"
             )
 
     @property
@@ -346,6 +370,8 @@ def _distil_loss(model: Any, run: Run, config: RecoverConfig) -> Loss:
             weights_change=config.train == "full",
             outputs=hidden_states if run.is_encoder else outputs,
             context_parallel=config.loop.cp_size > 1,
+            dtype=None if config.teacher_dtype is None else getattr(torch, config.teacher_dtype),
+            offload=config.offload_teacher,
         )
     if run.is_encoder:
         return hidden_loss(teacher)

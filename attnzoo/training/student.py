@@ -132,6 +132,8 @@ def require_student_settings(config: Any) -> None:
         "cross_entropy": (0.0, "the teacher is not tuned on the text"),
         "window_dropout": (0.0, "a recurrent layer of a stock class has no window"),
         "train_on": ("all", "only whole texts are tested"),
+        "teacher_dtype": (None, "the teacher is a model of its own, which is evaluated too"),
+        "offload_teacher": (False, "the teacher is a model of its own, which is evaluated too"),
     }
     for name, (value, reason) in unset.items():
         if getattr(config, name) != value:

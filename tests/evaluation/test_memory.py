@@ -13,7 +13,8 @@ from attnzoo.commands import terminal
 from attnzoo.errors import AttnzooError
 from attnzoo.evaluation import memory_fit
 from attnzoo.evaluation.allocations import counted
-from attnzoo.evaluation.memory import MemoryCase, compute, measure
+from attnzoo.evaluation.memory import compute, measure
+from attnzoo.evaluation.memory_case import MemoryCase
 from attnzoo.evaluation.memory_fit import MemoryCurve
 
 SIZES = {

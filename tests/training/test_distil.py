@@ -1,5 +1,6 @@
 """The losses of distillation."""
 
+from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import transformers as hf
 from accelerate.utils import DistributedType
 
 import attnzoo
+from attnzoo.errors import ConfigError
 from attnzoo.hf import logits as logits_in_chunks
 from attnzoo.hf.adapters.lora import with_adapters
 from attnzoo.hf.logits import chunk_reason
@@ -20,6 +22,7 @@ from attnzoo.training.distil import (
     predictions,
     softmax_teacher,
 )
+from attnzoo.training.recover import RecoverConfig
 
 MASK = torch.ones(2, 5)
 
@@ -221,6 +224,52 @@ def outputs(model, batch):
     for handle in handles:
         handle.remove()
     return tuple(found)
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])  # gemma2's head is its embedding
+def test_an_offloaded_teacher_has_the_loss_of_one_in_memory(name, chunk):
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    swapped = attnzoo.swap(model, "linear", feature_map="hedgehog", window=2)
+    tokens = torch.arange(3, 15).view(2, 6)
+    batch = {"input_ids": tokens, "labels": tokens}
+    found = []
+    for offload in (False, True):
+        outputs = partial(predictions, chunk=chunk)
+        teach = softmax_teacher(swapped, weights_change=True, outputs=outputs, offload=offload)
+        devices = {p.device.type for p in teach.frozen.parameters()}
+        assert devices == {"meta" if offload else "cpu"}
+        loss = distil_loss(teach, chunk=chunk)(swapped, batch)
+        loss.backward()
+        found.append((loss.detach(), [p.grad for p in swapped.parameters()]))
+        swapped.zero_grad(set_to_none=True)
+    assert float(found[0][0]) > 0
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+def test_a_teacher_in_bfloat16_is_the_model_in_bfloat16(model):
+    tokens = torch.arange(5, 29).view(2, 12)
+    with torch.no_grad():
+        exact = deepcopy(model).to(torch.bfloat16).eval()(tokens, use_cache=False).logits
+    swapped = attnzoo.swap(model, "linear", feature_map="hedgehog", window=4)
+    teach = softmax_teacher(swapped, weights_change=True, dtype=torch.bfloat16)
+    found = teach(swapped, {"input_ids": tokens, "labels": tokens}).logits
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, exact, rtol=0.05, atol=0.05)
+    assert {p.dtype for p in swapped.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train": "lora", "offload_teacher": True}, "shares the frozen weights"),
+        ({"train": "full", "teacher_dtype": "4bit"}, "4 or 8 bits is not supported"),
+    ],
+)
+def test_settings_of_a_teacher_that_cannot_be_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        RecoverConfig(**options)
 
 
 @pytest.mark.parametrize("weights_change", [True, False])

@@ -5,7 +5,8 @@ from transformers import LlamaConfig
 
 import attnzoo
 from attnzoo.errors import UnsupportedError
-from attnzoo.evaluation.memory import MemoryCase, compute, measure
+from attnzoo.evaluation.memory import compute, measure
+from attnzoo.evaluation.memory_case import MemoryCase
 from attnzoo.hf import logits
 from attnzoo.training import distil_memory
 
@@ -28,12 +29,13 @@ def folder(tmp_path_factory):
     return path
 
 
-def case(folder, train="full"):
+def case(folder, train="full", **changes):
     spec = attnzoo.AttentionSpec("linear", feature_map="hedgehog").to_dict()
-    return MemoryCase(path=str(folder), spec=spec, length=512, batch=4, train=train, loss="distil")
+    options = {"length": 512, "batch": 4, "train": train, "loss": "distil", **changes}
+    return MemoryCase(path=str(folder), spec=spec, **options)
 
 
-@pytest.mark.parametrize("train", ["full", "extras"])
+@pytest.mark.parametrize("train", ["full", "lora", "extras"])
 def test_chunks_take_a_quarter_of_the_memory_of_all_logits(folder, monkeypatch, train):
     monkeypatch.setattr(logits, "CHUNK_LOGITS", 64 * 4000)
     use, _ = compute(case(folder, train))  # a chunk has 64 of 2,048 tokens
@@ -57,3 +59,45 @@ def test_models_without_predictions_are_refused(tmp_path):
     config.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedError, match="BertModel predicts no next tokens"):
         compute(MemoryCase(path=str(tmp_path), length=8, loss="distil"))
+
+
+@pytest.mark.parametrize(("train", "teacher"), [("lora", "shared"), ("full", "copy")])
+def test_autocast_is_computed_as_measured(folder, train, teacher):
+    chosen = case(folder, train, precision="bf16", teacher=teacher, length=64, lora_rank=8)
+    use, real = compute(chosen)[0], measure(chosen)
+    for name in ("parameters", "gradients", "optimizer", "activations", "training", "teacher"):
+        assert getattr(use, name) == pytest.approx(getattr(real, name), rel=0.1), name
+    assert use.training < compute(case(folder, train, teacher=teacher, length=64))[0].training
+
+
+def test_a_copy_of_frozen_weights_counts(folder):
+    shared, copied = (
+        compute(case(folder, "lora", length=32, teacher=x))[0] for x in ("shared", "copy")
+    )
+    assert (shared.teacher, copied.teacher > 0) == (0, True)
+    assert compute(case(folder, "lora", length=32))[0].teacher == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"teacher_dtype": "bfloat16"}])
+def test_an_offloaded_teacher_is_in_memory_layer_by_layer(folder, options):
+    copied, offloaded = (
+        case(folder, length=64, teacher=x, precision="bf16", **options)
+        for x in ("copy", "offloaded")
+    )
+    use, real = compute(offloaded)[0], measure(offloaded)
+    assert use.teacher == real.teacher == 0
+    assert use.training == pytest.approx(real.training, rel=0.1)
+    whole = compute(copied)[0]
+    assert use.training < whole.training
+    itemsize = 2 if options else 4
+    assert whole.teacher == pytest.approx(itemsize / 4 * use.parameters, rel=0.1)
+
+
+def test_the_head_of_an_offloaded_teacher_is_in_memory_while_it_runs(folder):
+    """With few tokens, and few gradients, it is the largest of all."""
+    copied, offloaded = (
+        compute(case(folder, "extras", length=4, batch=1, teacher=x))[0]
+        for x in ("copy", "offloaded")
+    )
+    head = 4 * 4000 * 32
+    assert copied.backward < head < offloaded.backward < head + copied.backward

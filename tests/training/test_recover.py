@@ -70,6 +70,14 @@ def test_trained_weights(saved, text, spec, tmp_path, train):
     assert not (tmp_path / "out" / "checkpoints").exists()
 
 
+def test_an_offloaded_teacher_takes_the_same_steps(saved, text, spec, tmp_path):
+    plain = {**STEPS, "transfer_steps": 0, "train": "full", "loop": LoopConfig(batch_size=4)}
+    for name, offload in (("memory", False), ("offloaded", True)):
+        options = RecoverConfig(**plain, offload_teacher=offload)
+        recover(saved, spec, [text], tmp_path / name, options)
+    assert losses(tmp_path / "offloaded") == losses(tmp_path / "memory")
+
+
 def test_results_are_those_of_the_saved_model(saved, text, spec, tmp_path):
     outcome = recover(saved, spec, [text], tmp_path / "out", config())
     _, held_out = load_rows(saved, [text], "text", config())

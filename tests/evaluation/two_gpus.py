@@ -1,0 +1,86 @@
+"""Script that tests start as two ranks: measure the memory of a step under a launch config.
+
+torchrun --nproc-per-node 2 two_gpus.py CASE.json OUT.json
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from attnzoo.evaluation.memory import build_model
+from attnzoo.evaluation.memory_case import MemoryCase
+from attnzoo.evaluation.timing import profile_allocations
+from attnzoo.training import sharding
+from tests.training.engines import engine, require_engine
+
+
+class AllGather:
+    """All-gather without buffers of its own, as NCCL's; gloo's copies the output."""
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        for rank, part in enumerate(output_tensor.chunk(group.size())):
+            if rank == group.rank():
+                part.copy_(input_tensor)
+            dist.broadcast(part, rank, group=group)
+
+
+class ReduceScatter(AllGather):
+    """The same for reduce-scatter."""
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        for rank, part in enumerate(input_tensor.chunk(group.size())):
+            dist.reduce(part, rank, op=dist.ReduceOp.SUM, group=group)
+            if rank == group.rank():
+                output_tensor.copy_(part)
+
+
+def measure(case):
+    """Return the bytes of a process: of weights, of gradients, and of forward + backward."""
+    torch.manual_seed(0)
+    precision = "bf16" if case.precision == "bf16" else "no"
+    with engine(case.sharding, ACCELERATE_MIXED_PRECISION=precision):
+        accelerator = sharding.make_accelerator(0, tracker=None, logs=Path())
+        model = build_model(case)
+        trained = [x for x in model.parameters() if x.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-5)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        require_engine(case.sharding, accelerator, model, 1)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_all_gather(AllGather())
+                module.set_custom_reduce_scatter(ReduceScatter())
+        tokens = torch.randint(100, (case.batch // 2, case.length))
+
+        def run():
+            with accelerator.autocast():
+                loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            accelerator.backward(loss)
+
+        def local(x):
+            return x.to_local() if hasattr(x, "to_local") else x
+
+        run()
+        optimizer.zero_grad()
+        peak, _ = profile_allocations(run)
+        gradients = [local(x.grad) for x in model.parameters() if x.grad is not None]
+        weights = [local(x) for x in model.parameters()]
+        optimizer.step()
+        states = [local(x) for s in optimizer.state.values() for x in s.values()]
+        found = {"parameters": weights, "gradients": gradients, "optimizer": states}
+        sizes = {k: sum(x.numel() * x.element_size() for x in v) for k, v in found.items()}
+        return {**sizes, "backward": peak}
+
+
+if __name__ == "__main__":
+    cases, out = map(Path, sys.argv[1:])
+    dist.init_process_group("gloo")
+    found = [measure(MemoryCase(**options)) for options in json.loads(cases.read_text())]
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(found))
