@@ -13,7 +13,7 @@ from urllib.request import Request, urlopen
 import pytest
 import torch
 
-SECONDS = 300  # to start; most of it is importing vLLM in each process
+SECONDS = 600  # to start; most of it is importing vLLM in each process
 
 
 @pytest.fixture
