@@ -359,7 +359,7 @@ def draw(rows: Path, figure: Path) -> None:
 
     found = [json.loads(line) for line in rows.read_text("utf-8").splitlines()]
     counts = sorted({x["requests"] for x in found})
-    drawing, axes = plt.subplots(1, len(counts), figsize=(4 * len(counts), 3.6), squeeze=False)
+    drawing, axes = plt.subplots(1, len(counts), figsize=(4 * len(counts), 3.8), squeeze=False)
     for axis, count in zip(axes[0], counts, strict=True):
         for name in dict.fromkeys((x["engine"], x["variant"]) for x in found):
             own = [
@@ -381,8 +381,8 @@ def draw(rows: Path, figure: Path) -> None:
         axis.set_xlabel("tokens of context")
         axis.set_title(f"{count} request{'s' if count > 1 else ''} at once")
     axes[0][0].set_ylabel("decoded tokens per second, all requests")
-    axes[0][0].legend()
-    drawing.tight_layout()
+    drawing.tight_layout(rect=(0, 0, 1, 0.92))
+    drawing.legend(*axes[0][0].get_legend_handles_labels(), loc="upper center", ncols=4)
     figure.parent.mkdir(parents=True, exist_ok=True)
     drawing.savefig(figure, dpi=120)
 
