@@ -1,11 +1,11 @@
 """Emulated kernels use the memory of this process, through structures and pointers in them."""
 
 import ctypes
-import subprocess
 
 import pytest
 import torch
 
+from tests.processes import run
 from tools.aarch64 import emulated
 
 SOURCE = """
@@ -51,7 +51,7 @@ def library(tmp_path_factory):
     source, library = folder / "multiply.c", folder / "multiply.so"
     source.write_text(SOURCE)
     command = [emulated.C_COMPILER, "-shared", "-fPIC", source, "-o", library]
-    subprocess.run(command, check=True)
+    run(command, check=True)
     opened = emulated.EmulatedLibrary(emulated.driver(folder), library)
     opened.multiply.restype, opened.name.restype = ctypes.c_int64, ctypes.c_char_p
     yield opened
@@ -109,4 +109,4 @@ def test_the_compiler_leaves_out_flags_for_this_cpu(tmp_path, monkeypatch):
     monkeypatch.setattr(emulated, "COMPILER", "echo")
     script = emulated.compiler(tmp_path, "-g")
     command = [script, "-O3", "-march=native", "a file.cpp"]
-    assert subprocess.check_output(command, text=True) == "-O3 a file.cpp -g\n"
+    assert run(command, check=True).stdout == "-O3 a file.cpp -g\n"
