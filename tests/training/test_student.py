@@ -11,14 +11,13 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import attnzoo
 from attnzoo.errors import ConfigError, SpecError
-from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.hf.models.speed_up import RULES
-from attnzoo.hf.stock.convert import convert_files
 from attnzoo.hf.stock.recurrent import recurrent_layers
 from attnzoo.training import student as module
 from attnzoo.training.loop import LoopConfig
 from attnzoo.training.recover import RecoverConfig, recover
 from attnzoo.training.student import StudentTransfer, equal_window, separate_documents
+from tests.training.student_pair import load, write_pair
 
 CONFIG = RecoverConfig(
     train="full",
@@ -36,33 +35,8 @@ CONFIG = RecoverConfig(
 def folders(tmp_path_factory):
     """The folders of a teacher and of its student, whose second layer is recurrent."""
     place = tmp_path_factory.mktemp("pair")
-    torch.manual_seed(0)
-    config = hf.Qwen3Config(
-        vocab_size=384,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-    )
-    teacher = hf.Qwen3ForCausalLM(config)
-    with torch.no_grad():
-        for parameter in teacher.parameters():
-            parameter.mul_(3)
-    teacher.save_pretrained(place / "teacher")
-    hf.AutoTokenizer.from_pretrained(embedded_model_path()).save_pretrained(place / "teacher")
-    convert_files(place / "teacher", "qwen3_5_text", place / "student", recurrent="1")
+    write_pair(place, 2, "1")
     return place
-
-
-def load(folder):
-    return hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def losses(out, stage):

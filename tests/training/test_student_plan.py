@@ -13,11 +13,10 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 import attnzoo
 from attnzoo.cli import main
 from attnzoo.errors import ConfigError, SpecError
-from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.hf.models.speed_up import RULES
-from attnzoo.hf.stock.convert import convert_files
 from attnzoo.hf.stock.recurrent import recurrent_layers
 from attnzoo.training.student_plan import StudentPlanner, plan_student
+from tests.training.student_pair import load, write_pair
 
 ROWS = torch.randint(3, 259, (5, 40), generator=torch.Generator().manual_seed(0))
 
@@ -26,33 +25,8 @@ ROWS = torch.randint(3, 259, (5, 40), generator=torch.Generator().manual_seed(0)
 def folders(tmp_path_factory):
     """The folders of a teacher of four layers and of a student, whose last layer is full."""
     place = tmp_path_factory.mktemp("pair")
-    torch.manual_seed(0)
-    config = hf.Qwen3Config(
-        vocab_size=384,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-    )
-    teacher = hf.Qwen3ForCausalLM(config)
-    with torch.no_grad():
-        for parameter in teacher.parameters():
-            parameter.mul_(3)
-    teacher.save_pretrained(place / "teacher")
-    hf.AutoTokenizer.from_pretrained(embedded_model_path()).save_pretrained(place / "teacher")
-    convert_files(place / "teacher", "qwen3_5_text", place / "student", recurrent="0-2")
+    write_pair(place, 4, "0-2")
     return place
-
-
-def load(folder):
-    return hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def logits_of(folders, numbers):
