@@ -121,3 +121,11 @@ def torch_functions():
                 function = inspect.unwrap(getattr(modeling_qwen3_5, rule))
                 patch.setattr(modeling_qwen3_5, rule, function)
         yield
+
+
+def test_no_choice_of_layers_is_measured_twice(folders):
+    steps = []
+    plan_student(
+        folders / "teacher", folders / "student", ROWS, keep_softmax=3, on_step=steps.append
+    )
+    assert len(steps) == len(set(steps)) == 6  # each layer alone, and each pair
