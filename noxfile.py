@@ -4,13 +4,15 @@ The virtual environment of the Makefile has the versions in ``constraints.txt``.
 oldest transformers that ``pyproject.toml`` allows into a folder that stands before it on the path,
 with what it needs in other versions; ``engines`` does so with packages that load models without
 attnzoo, and ``deepspeed`` with DeepSpeed. ``newest`` makes an environment of its own with whatever
-the package index has today, torch included, and ``vllm`` one with vLLM.
+the package index has today, torch included, for the newest Python that it finds, and ``vllm`` one
+with vLLM.
 """
 
 import os
 import platform
 import re
 import shutil
+import subprocess
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -57,6 +59,19 @@ MACHINES = ("x86_64", "aarch64")  # that have wheels with compiled kernels
 nox.options.default_venv_backend = "none"
 
 
+def _newest_python() -> str | None:
+    """Return the newest Python from 3.12 to 3.14 of pyenv or on ``PATH``; None: that of nox."""
+    versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
+    for name in ("python3.14", "python3.13", "python3.12"):
+        number = name.removeprefix("python")
+        on_path = shutil.which(name)
+        for found in [*versions.glob(f"{number}.*/bin/{name}"), *([on_path] if on_path else [])]:
+            # a shim of pyenv fails for a version that is not selected
+            if subprocess.run([found, "-c", ""], capture_output=True).returncode == 0:
+                return str(found)
+    return None
+
+
 @nox.session
 def oldest(session: nox.Session) -> None:
     """Run the tests of all that knows transformers on the oldest one; posargs go to pytest."""
@@ -83,9 +98,9 @@ def engines(session: nox.Session) -> None:
     session.run(".venv/bin/python", "-m", "pytest", *given, env=env, external=True)
 
 
-@nox.session(venv_backend="venv", reuse_venv=True)
+@nox.session(venv_backend="venv", reuse_venv=True, python=_newest_python())
 def newest(session: nox.Session) -> None:
-    """Run the same tests with the newest releases; posargs go to pytest."""
+    """Run the same tests with the newest releases and Python; posargs go to pytest."""
     session.install("--upgrade", *BUILT_ON, *FOR_TESTS, silent=True)
     session.install("--editable", ".", silent=True)
     show = "import sys; from importlib.metadata import version as v; print(sys.version.split()[0], "

@@ -61,7 +61,7 @@ def publish(folder: Path, repo: str) -> str:
             repo_id=repo,
             folder_path=folder,
             ignore_patterns=[*NOT_UPLOADED],
-            commit_message="Upload a model with swapped attention",
+            commit_message="Upload a model trained with attnzoo",
         )
     except (HfHubHTTPError, OSError) as error:
         raise PublishError(
