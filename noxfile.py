@@ -3,9 +3,9 @@
 The virtual environment of the Makefile has the versions in ``constraints.txt``. ``oldest`` puts the
 oldest transformers that ``pyproject.toml`` allows into a folder that stands before it on the path,
 with what it needs in other versions; ``engines`` does so with packages that load models without
-attnzoo, and ``deepspeed`` with DeepSpeed. ``newest`` makes an environment of its own with whatever
-the package index has today, torch included, for the newest Python that it finds, and ``vllm`` one
-with vLLM.
+attnzoo, ``deepspeed`` with DeepSpeed, and ``bitsandbytes`` with the package of that name.
+``newest`` makes an environment of its own with whatever the package index has today, torch
+included, for the newest Python that it finds, and ``vllm`` one with vLLM.
 """
 
 import os
@@ -32,6 +32,7 @@ ENGINES = (  # small ones: CTranslate2, llama.cpp, and llama.cpp's converter
     "sentencepiece==0.2.3",
 )
 DEEPSPEED = ("deepspeed==0.19.8", "hjson==3.1.0", "msgpack==1.2.4", "py-cpuinfo==9.0.0")
+BITSANDBYTES = ("bitsandbytes==0.50.2",)
 TESTS = (
     "tests/hf",
     "tests/families",
@@ -124,6 +125,14 @@ def deepspeed(session: nox.Session) -> None:
     folder = _folder(session, "deepspeed", DEEPSPEED, env={"DS_BUILD_OPS": "0"})
     env = {**ENV, "PYTHONPATH": str(folder)}
     given = session.posargs or ("-n", "0", "tests/training/test_launch.py", "-k", "deepspeed")
+    session.run(".venv/bin/python", "-m", "pytest", *given, env=env, external=True)
+
+
+@nox.session
+def bitsandbytes(session: nox.Session) -> None:
+    """Run the tests of weights in 4 bits, which bitsandbytes has kernels of CPUs for."""
+    env = {**ENV, "PYTHONPATH": str(_folder(session, "bitsandbytes", BITSANDBYTES))}
+    given = session.posargs or ("-n", "0", "tests/training/test_four_bits.py")
     session.run(".venv/bin/python", "-m", "pytest", *given, env=env, external=True)
 
 

@@ -29,7 +29,10 @@ Teacher = Annotated[
         help="shared (with frozen weights), copy, or offloaded (to the CPU); default: as in recover"
     ),
 ]
-TeacherDtype = Annotated[str | None, typer.Option(help="data type of a copy; default: --dtype")]
+TeacherDtype = Annotated[
+    str | None,
+    typer.Option(help="data type of a copy, or nf4 (linear layers in 4 bits); default: --dtype"),
+]
 Precision = Annotated[str, typer.Option(help="autocast: no or bf16")]
 Gpus = Annotated[int, typer.Option(help="GPUs that share --batch rows; the memory is that of one")]
 Sharding = Annotated[

@@ -70,8 +70,8 @@ Teacher = Annotated[
 TeacherDtype = Annotated[
     str | None,
     typer.Option(
-        help="data type of the teacher with --train full, a copy: float32, bfloat16 or float16; "
-        "default: float32"
+        help="data type of the teacher with --train full, a copy: float32, bfloat16, float16, or "
+        "nf4 (linear layers in 4 bits, which needs bitsandbytes); default: float32"
     ),
 ]
 OffloadTeacher = Annotated[

@@ -30,7 +30,7 @@ from attnzoo.evaluation.allocations import (
 )
 from attnzoo.evaluation.decoding import cache_bytes
 from attnzoo.evaluation.memory_4bit import in_4_bits
-from attnzoo.evaluation.memory_case import LOSSES, MemoryCase, TrainingLoss
+from attnzoo.evaluation.memory_case import LOSSES, NF4, MemoryCase, TrainingLoss
 from attnzoo.evaluation.memory_sharding import GatheredUnits
 from attnzoo.evaluation.models import max_positions
 from attnzoo.hf.adapters.lora import with_adapters
@@ -148,10 +148,10 @@ def measure(case: MemoryCase) -> MemoryUse:
     Raises:
         AttnzooError: The model does not fit the case.
     """
-    if case.gpus > 1 or case.load_in_4bit:
+    if case.gpus > 1 or case.load_in_4bit or case.teacher_dtype == NF4:
         raise ConfigError(
-            "One process on the CPU is measured, without gpus and load_in_4bit; leave them out, or "
-            "compute the memory only"
+            "One process on the CPU is measured, without gpus, load_in_4bit and "
+            "teacher_dtype='nf4'; leave them out, or compute the memory only"
         )
     torch.manual_seed(0)
     model = build_model(case)
@@ -228,7 +228,7 @@ def _memory_use(
         )
     model.train()
     make = LOSSES.get(case.loss)
-    loss = make(model, tokens, case) if make else TrainingLoss(_forward(model, tokens), None)
+    loss = make(model, tokens, case) if make else TrainingLoss(_forward(model, tokens))
     forward = partial(_autocast, loss.forward, case.precision)
     once = _backward(model, forward, meter, case)
     gradients = _bytes(trained if case.shards else (x.grad for x in trained))
@@ -251,7 +251,8 @@ def _memory_use(
         prompt=prompt,
         cache=cache,
         step=step,
-        teacher=0 if loss.teacher is None else _bytes(loss.teacher.parameters()),
+        teacher=_bytes([] if loss.teacher is None else loss.teacher.parameters())
+        - loss.teacher_saved,
     )
     return of_one_gpu(use, BackwardPeaks(once.peaks, again and again.peaks), model, case)
 

@@ -16,25 +16,29 @@ from attnzoo.hf.names import NAME
 BYTES_OF_4_BITS = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
+def quantizable_layers(model: nn.Module) -> list[nn.Linear]:
+    """Return the linear layers of a model that are in 4 bits when it is quantized.
+
+    The head is not, as in transformers, nor is what a backend adds.
+    """
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    return [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and f".{NAME}." not in name
+    ]
+
+
 def in_4_bits(model: nn.Module, itemsize: int) -> tuple[int, int]:
     """Return the bytes that 4-bit weights save, and the largest buffer of a layer that runs.
 
-    A layer's weights are computed again in the compute type while it runs. The head is not
-    quantized, as in transformers.
+    A layer's weights are computed again in the compute type while it runs.
 
     Args:
         model: The model, whose frozen linear layers are quantized.
         itemsize: Bytes of a number of the compute type.
     """
-    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
-    weights = [
-        module.weight
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and module is not head
-        and not module.weight.requires_grad
-        and f".{NAME}." not in name
-    ]
+    weights = [x.weight for x in quantizable_layers(model) if not x.weight.requires_grad]
     count = sum(x.numel() for x in weights)
     saved = sum(x.numel() * x.element_size() for x in weights) - round(count * BYTES_OF_4_BITS)
     return saved, max((x.numel() for x in weights), default=0) * itemsize

@@ -21,10 +21,12 @@ class TrainingLoss(NamedTuple):
     Attributes:
         forward: Returns the loss.
         teacher: A model beside the one that is trained, if any.
+        teacher_saved: Bytes that its weights are smaller than its tensors.
     """
 
     forward: Callable[[], Tensor]
-    teacher: torch.nn.Module | None
+    teacher: torch.nn.Module | None = None
+    teacher_saved: int = 0
 
 
 OPTIMIZERS = ("adamw", "sgd")
@@ -33,6 +35,7 @@ TEACHERS = ("shared", "copy", "offloaded")
 SHARDINGS = ("fsdp2", "ddp")
 PRECISIONS = ("no", "bf16")
 LOSSES: dict[str, Callable[..., TrainingLoss]] = {}  # by name, beside "lm"
+NF4 = "nf4"  # as teacher_dtype: linear layers in 4 bits
 AS_SAVED = "as saved"  # the label of a model with the attention of its config
 
 
@@ -67,7 +70,8 @@ class MemoryCase:
         teacher: Of a loss with a teacher: ``"shared"``, the same weights, which must be frozen,
             ``"copy"``, or ``"offloaded"``, a copy whose weights are on the GPU layer by layer; what
             recovery does when ``None``.
-        teacher_dtype: Data type of a copy's weights; ``dtype`` when ``None``.
+        teacher_dtype: Data type of a copy's weights; ``dtype`` when ``None``. ``"nf4"`` is bfloat16
+            with linear layers in 4 bits.
         gpus: Processes, each with a GPU, that have ``batch`` rows together; the memory is that of
             one of them.
         sharding: What several processes shard: ``"fsdp2"``, weights, gradients and optimizer, or
@@ -119,11 +123,13 @@ class MemoryCase:
                 )
         for name in ("dtype", "teacher_dtype"):
             value = getattr(self, name)
-            dtype = torch.float32 if value is None else getattr(torch, value, None)
+            if value is None or (name, value) == ("teacher_dtype", NF4):
+                continue
+            dtype = getattr(torch, value, None)
             if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
                 raise ConfigError(
-                    f"{name} must be a floating-point type of torch, such as float32 or bfloat16, "
-                    f"got {value!r}"
+                    f"{name} must be a floating-point type of torch, such as float32 or bfloat16"
+                    f"{', or nf4' if name == 'teacher_dtype' else ''}, got {value!r}"
                 )
         self._check_combination()
 
@@ -133,6 +139,11 @@ class MemoryCase:
             raise ConfigError("teacher is for a loss with a teacher, such as distil; leave it out")
         if self.teacher_dtype and not self.copies_teacher:
             raise ConfigError("teacher_dtype is that of a copy, but the teacher shares the weights")
+        if self.teacher_dtype == NF4 and self.teacher == "offloaded":
+            raise ConfigError(
+                "teacher_dtype='nf4' is not offloaded: Accelerate moves weights, but not the "
+                "scales of weights in 4 bits; use teacher='copy', or another type"
+            )
         if self.teacher == "shared" and self.train == "full":
             raise ConfigError(
                 "teacher='shared' needs frozen weights, but train='full' changes them; use 'copy' "

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from attnzoo.contract.context_parallel import SequenceShard
+from attnzoo.errors import UnsupportedError
 from attnzoo.hf.attention.call import layer_backend
 from attnzoo.hf.logits import (
     HeadInputs,
@@ -47,6 +48,7 @@ from attnzoo.hf.names import NAME
 from attnzoo.hf.swap.convert import original_attention, restore
 from attnzoo.registry import build_backend
 from attnzoo.training.data import IGNORE_INDEX
+from attnzoo.training.four_bits import COMPUTE_DTYPE, layers_in_4_bits
 from attnzoo.training.loop import Loss
 from attnzoo.training.transfer import evaluation_mode, swapped_layers
 
@@ -142,7 +144,7 @@ def softmax_teacher(
     weights_change: bool,
     outputs: Outputs = predictions,
     context_parallel: bool = False,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | Literal["nf4"] | None = None,
     offload: bool = False,
 ) -> Teacher:
     """Return a function that computes a swapped model's outputs with softmax attention.
@@ -154,10 +156,21 @@ def softmax_teacher(
         outputs: Which outputs to return.
         context_parallel: Whether rows are split over processes. Softmax is then flash, because the
             model's own attention does not support that.
-        dtype: Data type of a copy's weights; ``None`` for that of the model.
+        dtype: Data type of a copy's weights; ``None`` for that of the model. ``"nf4"`` is bfloat16
+            with linear layers in 4 bits of bitsandbytes, all but the head (QLoRA's NF4 with double
+            quantization, arXiv:2305.14314).
         offload: Whether a copy's weights are in the memory of the CPU, from where each layer's go
-            to the model's device while it runs (Accelerate's ``cpu_offload``).
+            to the model's device while it runs (Accelerate's ``cpu_offload``); not with ``"nf4"``.
+
+    Raises:
+        UnsupportedError: ``"nf4"`` with ``offload``, without bitsandbytes, or of a model without
+            linear layers.
     """
+    if offload and dtype == "nf4":
+        raise UnsupportedError(
+            "offload=True moves weights, but not the scales of weights in 4 bits (nf4); give "
+            "another dtype, or keep the copy in memory"
+        )
     swapped = bool(swapped_layers(model))
     frozen: Any = None
     if weights_change:
@@ -189,18 +202,24 @@ def softmax_teacher(
 
 
 def _copy_frozen(
-    model: nn.Module, dtype: torch.dtype | None, device: torch.device | None
+    model: nn.Module, dtype: torch.dtype | Literal["nf4"] | None, device: torch.device | None
 ) -> nn.Module:
     """Return a frozen copy of a model in evaluation mode, made with weights of a type on a device.
 
     Args:
         model: The model.
-        dtype: Data type of the weights; ``None`` for that of the model.
+        dtype: As of :func:`softmax_teacher`.
         device: Device of the weights; ``None`` for that of the model.
     """
-    copies: dict[int, Any] = {
+    copies: dict[int, Any] = {}
+    if dtype == "nf4":
+        copies |= layers_in_4_bits(model)
+        dtype = COMPUTE_DTYPE
+    others = [module for module in model.modules() if id(module) not in copies]
+    copies |= {
         id(x): nn.Parameter(x.detach().to(device=device, dtype=dtype, copy=True), False)
-        for x in model.parameters()
+        for module in others
+        for x in module.parameters(recurse=False)
     }
     return deepcopy(model, copies).eval()
 

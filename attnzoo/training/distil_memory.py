@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,8 @@ from transformers import PreTrainedModel
 
 from attnzoo.errors import UnsupportedError
 from attnzoo.evaluation.memory import measured as measured_case
-from attnzoo.evaluation.memory_case import MemoryCase, TrainingLoss, register_loss
+from attnzoo.evaluation.memory_4bit import in_4_bits, quantizable_layers
+from attnzoo.evaluation.memory_case import NF4, MemoryCase, TrainingLoss, register_loss
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.logits import keeps_logits, tokens_per_chunk
 from attnzoo.training.distil import distil_loss, predictions, softmax_teacher
@@ -33,19 +35,25 @@ def distillation(model: PreTrainedModel, tokens: Tensor, case: MemoryCase) -> Tr
     in_chunks = keeps_logits(model) and not case.shards
     chunk = tokens_per_chunk(model) if in_chunks else None
     outputs = partial(predictions, chunk=chunk)
-    dtype = case.kept_dtype if case.teacher_dtype is None else getattr(torch, case.teacher_dtype)
+    in_4 = case.teacher_dtype == NF4  # counted on a copy in bfloat16, which needs no bitsandbytes
+    named = "bfloat16" if in_4 else case.teacher_dtype
+    dtype = case.kept_dtype if named is None else getattr(torch, named)
     copied = case.copies_teacher
     teacher = softmax_teacher(model, weights_change=copied, outputs=outputs, dtype=dtype)
     frozen: Any = getattr(teacher, "frozen", None)
+    saved = 0
+    if in_4:
+        saved, _ = in_4_bits(frozen, dtype.itemsize)
+        _allocate_while_running(quantizable_layers(frozen))  # what is dequantized
     if case.teacher == "offloaded":
-        _allocate_while_running(frozen)
+        _allocate_while_running(frozen.modules())
         frozen = None  # no weights between layers
     loss = distil_loss(teacher, chunk=chunk)
     batch = {"input_ids": tokens, "labels": tokens}
-    return TrainingLoss(lambda: loss(model, batch), frozen)
+    return TrainingLoss(lambda: loss(model, batch), frozen, saved)
 
 
-def _allocate_while_running(model: nn.Module) -> None:
+def _allocate_while_running(modules: Iterable[nn.Module]) -> None:
     """Allocate the weights of each module while it runs, as Accelerate's ``cpu_offload`` does."""
     copies: dict[nn.Module, list[Tensor]] = {}
 
@@ -55,7 +63,7 @@ def _allocate_while_running(model: nn.Module) -> None:
     def free(module: nn.Module, args: Any, output: Any) -> None:
         del copies[module]
 
-    for module in model.modules():
+    for module in modules:
         if any(True for _ in module.parameters(recurse=False)):
             module.register_forward_pre_hook(load)
             module.register_forward_hook(free)

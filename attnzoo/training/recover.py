@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from attnzoo.training.distil import (
     softmax_teacher,
 )
 from attnzoo.training.encoder import EmbeddingRun, is_encoder
+from attnzoo.training.four_bits import require_bitsandbytes, require_quantizable
 from attnzoo.training.loop import Loss, OnStep, Stage
 from attnzoo.training.optimizer import check_schedule
 from attnzoo.training.rates import distillation_factor
@@ -43,7 +44,7 @@ from attnzoo.training.transfer import (
     trainable_layers,
 )
 
-TEACHER_DTYPES = ("float32", "bfloat16", "float16")
+TEACHER_DTYPES = ("float32", "bfloat16", "float16", "nf4")
 RATES = ("weights_lr", "attention_lr", "extras_lr")  # of distillation
 
 
@@ -68,7 +69,8 @@ class RecoverConfig(TrainConfig):
     # and 1 if weights_lr, attention_lr, extras_lr or cross_entropy is set, and for encoders
     rate_factor: float | None = None
     # of the teacher with train="full", which is a copy: the data type of its weights (None:
-    # float32), and whether they are in the memory of the CPU while they do not run
+    # float32; "nf4": bfloat16 with linear layers in 4 bits), and whether they are in the memory of
+    # the CPU while they do not run
     teacher_dtype: str | None = None
     offload_teacher: bool = False
     # schedule of the rates of distillation, as lr_scheduler_type; None: that of the loop
@@ -140,8 +142,24 @@ class RecoverConfig(TrainConfig):
             raise ConfigError(
                 f"teacher_dtype must be one of {', '.join(TEACHER_DTYPES)}, got "
                 f"{self.teacher_dtype!r}.{did_you_mean(str(self.teacher_dtype), TEACHER_DTYPES)} "
-                "A teacher in 4 or 8 bits is not supported; offload_teacher needs the least memory"
+                "nf4 has linear layers in 4 bits; 8 bits are not supported"
             )
+        if self.teacher_dtype == "nf4" and self.offload_teacher:
+            raise ConfigError(
+                "teacher_dtype='nf4' does not go with offload_teacher, which moves weights, but "
+                "not the scales of weights in 4 bits; leave one of them out: offload_teacher needs "
+                "less memory, and nf4 less time"
+            )
+
+    @property
+    def teacher_torch_dtype(self) -> torch.dtype | Literal["nf4"] | None:
+        """Data type of a teacher that is a copy, as of :func:`softmax_teacher`."""
+        if self.teacher_dtype is None:
+            return None
+        if self.teacher_dtype == "nf4":
+            return "nf4"
+        dtype: torch.dtype = getattr(torch, self.teacher_dtype)
+        return dtype
 
     @property
     def transfer_rate(self) -> float:
@@ -201,6 +219,8 @@ def recover(
         AttnzooError: An argument is invalid.
     """
     config = config or RecoverConfig()
+    if config.teacher_dtype == "nf4":
+        require_bitsandbytes()
     if teacher is not None:
         options: dict[str, Any] = {"column": column, "resume": resume, "weights": weights}
         student = StudentRun(
@@ -232,6 +252,8 @@ def recover(
 
 def _recover(run: Run, config: RecoverConfig) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Return the model of a run, recovered, and what calibration measured."""
+    if config.teacher_dtype == "nf4":
+        require_quantizable(run.model)
     if config.cross_entropy and config.distil_steps and config.train != "extras":
         rows = run.rows_of_length(config.distil_length)
         run.tune_softmax(
@@ -370,7 +392,7 @@ def _distil_loss(model: Any, run: Run, config: RecoverConfig) -> Loss:
             weights_change=config.train == "full",
             outputs=hidden_states if run.is_encoder else outputs,
             context_parallel=config.loop.cp_size > 1,
-            dtype=None if config.teacher_dtype is None else getattr(torch, config.teacher_dtype),
+            dtype=config.teacher_torch_dtype,
             offload=config.offload_teacher,
         )
     if run.is_encoder:

@@ -264,7 +264,7 @@ def test_a_teacher_in_bfloat16_is_the_model_in_bfloat16(model):
     ("options", "message"),
     [
         ({"train": "lora", "offload_teacher": True}, "shares the frozen weights"),
-        ({"train": "full", "teacher_dtype": "4bit"}, "4 or 8 bits is not supported"),
+        ({"train": "full", "teacher_dtype": "int8"}, "8 bits are not supported"),
     ],
 )
 def test_settings_of_a_teacher_that_cannot_be_are_refused(options, message):

@@ -4,7 +4,7 @@ import pytest
 from transformers import LlamaConfig
 
 import attnzoo
-from attnzoo.errors import UnsupportedError
+from attnzoo.errors import ConfigError, UnsupportedError
 from attnzoo.evaluation.memory import compute, measure
 from attnzoo.evaluation.memory_case import MemoryCase
 from attnzoo.hf import logits
@@ -91,6 +91,19 @@ def test_an_offloaded_teacher_is_in_memory_layer_by_layer(folder, options):
     assert use.training < whole.training
     itemsize = 2 if options else 4
     assert whole.teacher == pytest.approx(itemsize / 4 * use.parameters, rel=0.1)
+
+
+def test_a_teacher_in_4_bits_counts_as_bitsandbytes_keeps_it(folder):
+    """Linear layers in NF4 (arXiv:2305.14314, 4.127 bits a weight), the rest in bfloat16."""
+    tiny = {"length": 8, "batch": 1}
+    half, small = (compute(case(folder, **tiny, teacher_dtype=x))[0] for x in ("bfloat16", "nf4"))
+    count = 32 * (32 + 2 * 16 + 32) + 3 * 32 * 48
+    assert half.teacher - small.teacher == pytest.approx(count * (2 - 4.127 / 8), rel=1e-3)
+    assert small.optimizer == half.optimizer
+    with pytest.raises(ConfigError, match="not offloaded"):
+        case(folder, teacher="offloaded", teacher_dtype="nf4")
+    with pytest.raises(ConfigError, match="compute the memory only"):
+        measure(case(folder, teacher_dtype="nf4"))
 
 
 def test_the_head_of_an_offloaded_teacher_is_in_memory_while_it_runs(folder):

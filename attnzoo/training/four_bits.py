@@ -1,0 +1,76 @@
+"""Linear layers in 4 bits of bitsandbytes: NF4 with double quantization, computed in bfloat16.
+
+Source: Dettmers et al., 2023, arXiv:2305.14314 (QLoRA).
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnzoo.errors import UnsupportedError
+from attnzoo.evaluation.memory_4bit import quantizable_layers
+
+COMPUTE_DTYPE = torch.bfloat16
+
+
+def require_bitsandbytes() -> None:
+    """Raise an error if bitsandbytes is not installed.
+
+    Raises:
+        UnsupportedError: It is not.
+    """
+    if find_spec("bitsandbytes") is None:
+        raise UnsupportedError(
+            "weights in 4 bits (nf4) need bitsandbytes, which is not installed (pip install "
+            "bitsandbytes); 'bfloat16' needs no other package"
+        )
+
+
+def require_quantizable(model: nn.Module) -> None:
+    """Raise an error if bitsandbytes would quantize no layer of a model.
+
+    Raises:
+        UnsupportedError: The model has no linear layers but the head.
+    """
+    if not quantizable_layers(model):
+        raise UnsupportedError(
+            f"{type(model).__name__} has no linear layers (torch.nn.Linear) that bitsandbytes "
+            "could keep in 4 bits (nf4); use 'bfloat16'"
+        )
+
+
+def layers_in_4_bits(model: nn.Module) -> dict[int, nn.Module]:
+    """Return copies in 4 bits of a model's linear layers but the head, by the id of the layer.
+
+    The layers are quantized one after the other, on their device. They are the memo of a
+    ``deepcopy`` of the model, which then has them in the place of its own.
+
+    Raises:
+        UnsupportedError: bitsandbytes is not installed, or the model has no such layers.
+    """
+    require_bitsandbytes()
+    require_quantizable(model)
+    return {id(layer): _in_4_bits(layer) for layer in quantizable_layers(model)}
+
+
+def _in_4_bits(layer: nn.Linear) -> nn.Module:
+    """Return a copy of a linear layer in 4 bits."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    size, bias = (layer.in_features, layer.out_features), layer.bias
+    copy: Any = Linear4bit(
+        *size, bias is not None, COMPUTE_DTYPE, quant_type="nf4", device=torch.device("meta")
+    )
+    weight = layer.weight.detach().to(COMPUTE_DTYPE)
+    # compress_statistics is double quantization; moving the parameter quantizes it
+    copy.weight = Params4bit(
+        weight, requires_grad=False, compress_statistics=True, quant_type="nf4", module=copy
+    ).to(weight.device)
+    if bias is not None:
+        copy.bias = nn.Parameter(bias.detach().to(COMPUTE_DTYPE, copy=True), False)
+    copied: nn.Module = copy
+    return copied
