@@ -21,10 +21,11 @@ from attnzoo.errors import ConfigError
 from attnzoo.training import sharding
 from attnzoo.training.finetune import FinetuneConfig, finetune
 from attnzoo.training.loop import LoopConfig, read_losses
+from attnzoo.training.lr_find import FACTORS
 from attnzoo.training.recover import RecoverConfig, recover
 from attnzoo.training.sharding import make_accelerator, set_up_deepspeed
 from tests.training.engines import LAUNCH
-from tests.training.two_processes import SPEC, ten_steps
+from tests.training.two_processes import SPEC, searched, ten_steps
 
 RESIZED = attnzoo.AttentionSpec("gated_linear", feature_map="hedgehog", window=4)
 SIZES = RecoverConfig(
@@ -87,7 +88,7 @@ def run(fresh_python):
 def launched(run, saved, text, tmp_path_factory):
     """The folder with the results of several checks, which share one start of two processes."""
     out = tmp_path_factory.mktemp("launched")
-    run("draws,idle,engines,sharded", saved, text, out)
+    run("draws,idle,engines,rates,sharded", saved, text, out)
     return out
 
 
@@ -348,6 +349,21 @@ def test_a_config_of_two_nodes_starts_as_many_processes(name, tmp_path, monkeypa
 def test_a_resumed_run_on_two_processes_has_the_same_losses(launched):
     """Under DDP, whose checkpoints have trained parameters only."""
     assert read_losses(launched / "ddp-again") == read_losses(launched / "ddp")
+
+
+@pytest.mark.slow
+def test_two_processes_find_the_rates_of_one(launched, saved, text, tmp_path):
+    """Each process chooses for itself, from the same losses."""
+    first, second = (json.loads((launched / f"rates-{n}.json").read_text()) for n in (0, 1))
+    assert first == second
+    assert len(first) == len(FACTORS) + 1
+    expected = recover(saved, SPEC, [text], tmp_path / "out", searched())["lr_find"]["distil"]
+    found = json.loads((launched / "rates" / "recovery.json").read_text())["lr_find"]["distil"]
+    assert found["factor"] == expected["factor"] < 1
+    assert found["rates"] == expected["rates"]
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)
+    ours, one = (read_losses(x) for x in (launched / "rates", tmp_path / "out"))
+    assert [x["loss"] for x in ours] == pytest.approx([x["loss"] for x in one], rel=1e-4)
 
 
 @pytest.mark.slow

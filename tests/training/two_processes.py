@@ -137,6 +137,21 @@ def shared(model, text, out):
     finetune(model, spec, [text], out / "finetune", tuned)
 
 
+def searched():
+    """Return a run whose rates are searched; its transfer would depend on the rows of a process."""
+    loop = LoopConfig(batch_size=4, warmup=0.0, lr_find_steps=4)
+    rates = {"weights_lr": 0.03, "extras_lr": 0.03}
+    return config(transfer_steps=0, distil_steps=6, judged_rows=8, loop=loop, **rates)
+
+
+def rates(model, text, out):
+    """Search rates under DDP; each process writes what it chose."""
+    said = []
+    train("ddp", model, SPEC, [text], out / "rates", searched(), log=said.append)
+    lines = [x for x in said if "the rates are multiplied" in x or ", rates times" in x]
+    (out / f"rates-{dist.get_rank()}.json").write_text(json.dumps(lines))
+
+
 def idle(model, text, out):
     """Train with a window wider than the rows: the linear branch gets no gradient."""
     spec = attnzoo.AttentionSpec("linear", feature_map="hedgehog", window=64)
@@ -188,7 +203,7 @@ if __name__ == "__main__":
     names, *paths = sys.argv[1:]
     dist.init_process_group("gloo")
     shorten_runs(setattr)
-    checks = (sharded, shared, idle, draws, engines, deepspeed, unshared, resize)
+    checks = (sharded, shared, idle, draws, engines, deepspeed, unshared, resize, rates)
     for check in checks:
         if check.__name__ in names.split(","):
             check(*map(Path, paths))
