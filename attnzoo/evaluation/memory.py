@@ -31,7 +31,7 @@ from attnzoo.evaluation.allocations import (
 from attnzoo.evaluation.decoding import cache_bytes
 from attnzoo.evaluation.memory_4bit import in_4_bits
 from attnzoo.evaluation.memory_case import LOSSES, NF4, MemoryCase, TrainingLoss
-from attnzoo.evaluation.memory_sharding import GatheredUnits
+from attnzoo.evaluation.memory_sharding import AccumulatedGradients, GatheredUnits
 from attnzoo.evaluation.models import max_positions
 from attnzoo.hf.adapters.lora import with_adapters
 from attnzoo.hf.layers import attention_layers
@@ -231,7 +231,8 @@ def _memory_use(
     loss = make(model, tokens, case) if make else TrainingLoss(_forward(model, tokens))
     forward = partial(_autocast, loss.forward, case.precision)
     once = _backward(model, forward, meter, case)
-    gradients = _bytes(trained if case.shards else (x.grad for x in trained))
+    freed = case.shards or case.accumulate > 1
+    gradients = _bytes(trained if freed else (x.grad for x in trained))
     state, update = optimizer()
     again = None
     if model.supports_gradient_checkpointing:
@@ -276,17 +277,16 @@ def of_one_gpu(
         if use.step is not None:
             use = replace(use, step=use.step + buffer)
         use, peaks = _with_more(use, peaks, buffer)
-    kept = use.gradients if case.accumulate > 1 else 0  # of the micro-batches before
     if not case.shards:
         buckets = use.gradients if case.gpus > 1 else 0  # DDP's copy, for communication
         use = replace(use, gradients=use.gradients + buckets)
-        return _with_more(use, peaks, buckets + kept)
+        return _with_more(use, peaks, buckets)
     wide = case.kept_dtype.itemsize // case.compute_dtype.itemsize
 
     def part(size: int) -> int:
         return -(-wide * size // case.gpus)
 
-    use = replace(  # gradients of micro-batches before the last are whole
+    use = replace(
         use,
         parameters=part(use.parameters),
         gradients=part(use.gradients),
@@ -294,7 +294,7 @@ def of_one_gpu(
         update=part(use.update),
         whole=wide * use.parameters,
     )
-    return _with_more(use, peaks, kept)
+    return use, peaks
 
 
 def _with_more(use: MemoryUse, peaks: BackwardPeaks, more: int) -> tuple[MemoryUse, BackwardPeaks]:
@@ -342,25 +342,37 @@ def _backward(
 
     if not isinstance(meter, AllocationTracker):
         saved = meter(forward, reset).kept
-        return meter(lambda: forward().backward(), reset)._replace(kept=saved)
+        passes = min(case.accumulate, 2)
+
+        def accumulate() -> None:
+            for _ in range(passes):
+                forward().backward()
+
+        return meter(accumulate, reset)._replace(kept=saved)
     kept: list[int] = []
     part = case.kept_dtype.itemsize / case.compute_dtype.itemsize / case.gpus
-    units = GatheredUnits(model, lambda size: round(part * size)) if case.shards else None
+    buffers: GatheredUnits | AccumulatedGradients | None = None
+    if case.shards:
+        buffers = GatheredUnits(model, lambda size: round(part * size), case.accumulate)
+    elif case.accumulate > 1:
+        buffers = AccumulatedGradients(model)
 
     def run() -> None:
+        if buffers is not None:
+            buffers.start()
         before = meter.current
         loss = forward()
         kept.append(meter.current - before)
         loss.backward()
-        if units is not None:
-            units.end_of_step()
+        if buffers is not None:
+            buffers.end_of_step()
 
     def start() -> None:
         reset()
-        if units is not None:
-            units.reset()
+        if buffers is not None:
+            buffers.reset()
 
-    with _marks(model, meter.mark) if units is None else units.running(meter.mark):
+    with _marks(model, meter.mark) if buffers is None else buffers.running(meter.mark):
         return meter(run, start)._replace(kept=kept[-1])
 
 

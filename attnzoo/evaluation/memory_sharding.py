@@ -50,6 +50,7 @@ class Unit:
         self.trained = [x for x in parameters if x.requires_grad]
         self.weights: Tensor | None = None
         self.flat: Tensor | None = None  # gathered ahead
+        self.kept: Tensor | None = None  # whole gradients of micro-batches before
         self.waits = 0  # trained parameters without a gradient
 
 
@@ -59,10 +60,13 @@ class GatheredUnits:
     Args:
         model: The whole model.
         shard_bytes: Returns the bytes of a process's part of the gradient, given the whole's.
+        accumulate: Micro-batches of a step, of which the last one runs: it needs the most memory.
     """
 
-    def __init__(self, model: nn.Module, shard_bytes: Callable[[int], int]) -> None:
-        self.model, self.shard_bytes = model, shard_bytes
+    def __init__(
+        self, model: nn.Module, shard_bytes: Callable[[int], int], accumulate: int = 1
+    ) -> None:
+        self.model, self.shard_bytes, self.accumulate = model, shard_bytes, accumulate
         self.units = fsdp2_units(model)
         self.order: list[Unit] = []  # of the forward pass
         self.flat: Tensor | None = None  # of the last unit that was gathered in a forward pass
@@ -98,8 +102,13 @@ class GatheredUnits:
         self.shards.clear()
         self.flat = self.reduced = None
         for unit in self.units:
-            unit.weights = unit.flat = None
+            unit.weights = unit.flat = unit.kept = None
             unit.waits = len(unit.trained)
+
+    def start(self) -> None:
+        """Allocate what earlier micro-batches leave."""
+        for unit in self.units if self.accumulate > 1 else ():
+            unit.kept = _empty(_size(unit.trained))
 
     def end_of_step(self) -> None:
         """Reduce what is left after the backward pass."""
@@ -179,11 +188,57 @@ class GatheredUnits:
         gradients = [x for x in unit.trained if x.grad is not None]
         if not gradients:
             return
+        if self.accumulate > 1:  # added to those that are kept
+            for x in gradients:
+                x.grad = None
         self.reduced = None
         self.reduced = _empty(_size(gradients))
+        unit.kept = None
         for x in gradients:
             x.grad = None
         self.shards.append(_empty(self.shard_bytes(_size(gradients))))
+
+
+class AccumulatedGradients:
+    """Keep the gradients of earlier micro-batches while a model runs, to which new ones are added.
+
+    Args:
+        model: The whole model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.trained = [x for x in model.parameters() if x.requires_grad]
+        self.kept: Tensor | None = None
+
+    @contextmanager
+    def running(self, mark: Callable[[], None]) -> Iterator[None]:
+        """Context in which the model runs.
+
+        Args:
+            mark: Called when a parameter has its gradient.
+        """
+
+        def hook(parameter: Tensor) -> None:
+            mark()
+            parameter.grad = None
+
+        handles = [x.register_post_accumulate_grad_hook(hook) for x in self.trained]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def start(self) -> None:
+        """Allocate what earlier micro-batches leave."""
+        self.kept = _empty(_size(self.trained))
+
+    def reset(self) -> None:
+        """Free it, before a step."""
+        self.kept = None
+
+    def end_of_step(self) -> None:
+        """Do nothing: the gradients stay."""
 
 
 def fsdp2_units(model: nn.Module) -> list[Unit]:

@@ -50,6 +50,9 @@ CASES = (
     {"sharding": "fsdp2", "precision": "bf16"},
     {"sharding": "fsdp2", "train": "lora", "lora_rank": 4},
     {"sharding": "ddp"},
+    {"batch": 8, "accumulate": 4},
+    {"batch": 8, "accumulate": 4, "precision": "bf16"},
+    {"batch": 8, "accumulate": 4, "sharding": "ddp"},
 )
 
 
@@ -69,11 +72,14 @@ def test_two_processes_use_what_is_computed(folder, tmp_path, fresh_python):
     for options, measured in zip(plain, json.loads(out.read_text()), strict=True):
         use = compute(MemoryCase(**options))[0]
         for name, real in measured.items():
-            copies = (
-                2 if (options["sharding"], name) == ("ddp", "gradients") else 1
-            )  # DDP's buckets
+            is_ddp = options.get("sharding") == "ddp"
+            copies = 2 if is_ddp and name == "gradients" else 1  # DDP's buckets
             found = getattr(use, name)
-            assert found == pytest.approx(copies * real, rel=0.01), (options, name)
+            rough = name == "backward" and "accumulate" in options and not is_ddp
+            assert found == pytest.approx(copies * real, rel=0.05 if rough else 0.01), (
+                options,
+                name,
+            )
 
 
 def test_a_process_has_its_own_rows_and_a_part_of_the_weights(folder):
@@ -96,10 +102,11 @@ def test_weights_are_kept_in_float32_and_gathered_in_bfloat16(folder):
 
 
 def test_micro_batches_keep_whole_gradients(folder):
-    one, many = use_of(folder, gpus=2, batch=4), use_of(folder, gpus=2, accumulate=2)
-    assert many.backward == one.backward + 4 * WHOLE
-    alone = use_of(folder, batch=2, accumulate=2)
-    assert alone.backward == use_of(folder, batch=1).backward + 4 * WHOLE
+    """New ones are added to them, and FSDP2 frees a unit's when it reduces them."""
+    one, many = use_of(folder, gpus=2, batch=2), use_of(folder, gpus=2, batch=4, accumulate=2)
+    assert one.backward < many.backward < one.backward + 4 * WHOLE
+    alone = case(folder, batch=2, accumulate=2)
+    assert compute(alone)[0].backward == pytest.approx(measure(alone).backward, rel=0.01)
 
 
 def test_ddp_keeps_the_gradients_twice(folder):

@@ -14,7 +14,11 @@ from torch.distributed.fsdp import FSDPModule
 from attnzoo.evaluation.memory import build_model
 from attnzoo.evaluation.memory_case import MemoryCase
 from attnzoo.evaluation.timing import profile_allocations
-from attnzoo.training import sharding
+from attnzoo.training import (
+    distil_memory,  # noqa: F401 - registers the loss "distil"
+    sharding,
+)
+from attnzoo.training.distil import distil_loss, softmax_teacher
 from tests.training.engines import engine, require_engine
 
 
@@ -41,6 +45,15 @@ class ReduceScatter(AllGather):
                 output_tensor.copy_(part)
 
 
+def make_loss(model, case):
+    """Return a function of the prepared model and tokens that returns the loss of a case."""
+    if case.loss == "lm":
+        return lambda prepared, x: prepared(input_ids=x, labels=x, use_cache=False).loss
+    options = {"weights_change": case.copies_teacher, "dtype": case.kept_dtype}
+    loss = distil_loss(softmax_teacher(model, **options))
+    return lambda prepared, x: loss(prepared, {"input_ids": x, "labels": x})
+
+
 def measure(case):
     """Return the bytes of a process: of weights, of gradients, and of forward + backward."""
     torch.manual_seed(0)
@@ -50,18 +63,22 @@ def measure(case):
         model = build_model(case)
         trained = [x for x in model.parameters() if x.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-5)
+        loss = make_loss(model, case)
         model, optimizer = accelerator.prepare(model, optimizer)
         require_engine(case.sharding, accelerator, model, 1)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_all_gather(AllGather())
                 module.set_custom_reduce_scatter(ReduceScatter())
-        tokens = torch.randint(100, (case.batch // 2, case.length))
+        tokens = torch.randint(100, (case.rows, case.length))
 
         def run():
-            with accelerator.autocast():
-                loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-            accelerator.backward(loss)
+            for number in range(1, case.accumulate + 1):
+                last = number == case.accumulate
+                with sharding.accumulate_gradients(accelerator, model, last=last):
+                    with accelerator.autocast():
+                        total = loss(model, tokens)
+                    accelerator.backward(total)
 
         def local(x):
             return x.to_local() if hasattr(x, "to_local") else x
