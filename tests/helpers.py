@@ -182,6 +182,22 @@ def emulate_amx(folder: Path) -> dict[str, str]:
     return {"CXX": f"{shlex.quote(str(script))} -DEMULATE_AMX", "ATTNZOO_CACHE": str(folder)}
 
 
+def check_operator(operator: Any, arguments: Iterable[Any], *, trace: bool) -> None:
+    """Check an operator's schema, its fake and its autograd registration.
+
+    The fake depends on which tensors are given, so that each combination is worth a check.
+
+    Args:
+        operator: The operator.
+        arguments: Its arguments.
+        trace: Whether its gradient is traced too, which takes ten times as long. One combination
+            of arguments suffices; a backward operator is traced with its forward operator.
+    """
+    checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    checks += ["test_aot_dispatch_dynamic"] * trace
+    torch.library.opcheck(operator, tuple(arguments), test_utils=checks)
+
+
 def freeze_garbage_collector() -> None:
     """Exclude all present objects from later garbage collections.
 

@@ -76,8 +76,8 @@ def _causal(
     tokens, size = x.q.shape[2], x.window
     token = torch.arange(tokens, device=x.q.device)
     k, v = x.branch.k.to(dtype), x.v.to(dtype)
-    old_k, old_v = k.new_zeros(*k.shape[:2], size, k.shape[3]), v.new_zeros(())
-    old_v = old_v.expand(*v.shape[:2], size, v.shape[3])
+    missing = min(size, tokens)  # keys before the first token that a token counts
+    old_k, old_v = (x.new_zeros(*x.shape[:2], missing, x.shape[3]) for x in (k, v))
     count = token.expand(k.shape[0], -1) + 1 - size - x.num_sinks
     if x.state is not None:
         old_k, old_v = x.state.features.to(dtype), x.state.v[:, :, x.num_sinks :].to(dtype)

@@ -9,7 +9,7 @@ from attnzoo.errors import UnsupportedError
 from attnzoo.ops.delta.api import delta_attention, recurrent_delta_attention
 from attnzoo.ops.delta.cpu.delta import DELTA, SPAN, delta_cpp, delta_cpp_backward
 from attnzoo.runtime import cpp
-from tests.helpers import nan_surrounded
+from tests.helpers import check_operator, nan_surrounded
 from tests.ops.delta.ragged import each_alone, make_sequences, nan_outside, row_length
 
 REASON = cpp.unavailable_reason(DELTA)
@@ -255,14 +255,15 @@ def test_operators_pass_opcheck():
     inputs = [x.requires_grad_() for x in (q, k, v, beta, log_decay, kv)]
     for keep in (False, True):  # if False, there is no backward pass
         given = inputs if keep else [x.detach() for x in inputs]
-        torch.library.opcheck(delta_cpp, (*given, None, None, 0.7, 16, True, keep))
+        check_operator(delta_cpp, (*given, None, None, 0.7, 16, True, keep), trace=keep)
     bounds = torch.tensor([0, 5]), torch.tensor([5, tokens - 5])
-    torch.library.opcheck(delta_cpp, (*inputs[:5], None, *bounds, 0.7, 16, False, True))
+    given = (*inputs[:5], None, *bounds, 0.7, 16, False, True)
+    check_operator(delta_cpp, given, trace=True)
     kept = delta_cpp(*inputs, None, None, 0.7, 16, True, True)[2].detach()
     assert kept.shape == (1, (tokens - 1) // SPAN, 1, 16, 16)
     given = [x.detach() for x in inputs]
     arguments = (torch.randn(1, 2, tokens, 16).double(), None, *given, None, None, kept, 0.7, 16)
-    torch.library.opcheck(delta_cpp_backward, arguments)
+    check_operator(delta_cpp_backward, arguments, trace=False)
 
 
 def test_auto_selects_cpp_for_supported_calls():

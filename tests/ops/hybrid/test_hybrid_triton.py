@@ -18,6 +18,7 @@ from attnzoo.ops.hybrid.state import HybridState, LinearBranch
 from attnzoo.ops.hybrid.triton.custom_op import hybrid_triton, hybrid_triton_backward
 from attnzoo.ops.hybrid.triton.step import hybrid_triton_step_
 from attnzoo.ops.linear.triton import launch
+from tests.helpers import check_operator
 from tests.kernel_device import float32_slack, kernel_device, nan_in_uninitialized_memory
 
 DEVICE = kernel_device()
@@ -302,12 +303,13 @@ def test_hybrid_operator_passes_opcheck():
     visible_sinks = torch.rand(1, 18, 2).to(DEVICE) > 0.5
     for sink_options in ((None, None, None), (*sinks, visible_sinks)):
         options = (*[None] * 5, *sink_options, 8, 0.25, True, True, 1e-30)
-        torch.library.opcheck(hybrid_triton, (*tensors, None, *state, *options, True))
+        given = (*tensors, None, *state, *options, True)
+        check_operator(hybrid_triton, given, trace=sink_options[0] is not None)
     places = torch.tensor([0, 4, 10]), torch.tensor([4, 0, 0])
     ids = torch.tensor([[0] * 12 + [-1, -1] + [2] * 4], dtype=torch.int32)
     given = (None, None, None, *(x.to(DEVICE) for x in (ids, *places)), *[None] * 5)
     options = (8, 0.25, True, True, 1e-30, False)
-    torch.library.opcheck(hybrid_triton, (*tensors, *given, *options))
+    check_operator(hybrid_triton, (*tensors, *given, *options), trace=True)
 
 
 def test_decoding_operator_passes_opcheck():
@@ -316,7 +318,7 @@ def test_decoding_operator_passes_opcheck():
     state += [torch.rand(1, 1, 16, 17), torch.rand(1, 1, 16), torch.tensor([7])]
     weight = torch.rand(1, 2, 1, 1).to(DEVICE)
     options = (None, weight, None, None, *(y.to(DEVICE) for y in state), 0.25, True, True, 1e-30)
-    torch.library.opcheck(hybrid_triton_step_, (*x, *options))
+    check_operator(hybrid_triton_step_, (*x, *options), trace=True)
 
 
 def test_unsupported_calls_raise():

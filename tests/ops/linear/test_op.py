@@ -18,7 +18,14 @@ from attnzoo.ops.linear.bidirectional import (
 from attnzoo.ops.linear.chunk import linear_chunk, linear_chunk_backward
 from attnzoo.ops.linear.cpu.call import LINEAR
 from attnzoo.runtime import cpp
-from tests.helpers import assert_within, by_sequence, gradients, in_form, nan_padded
+from tests.helpers import (
+    assert_within,
+    by_sequence,
+    check_operator,
+    gradients,
+    in_form,
+    nan_padded,
+)
 
 DECAYS = ("none", "head", "token", "channel")
 FORMS = ("parallel", "recurrent", "chunk")
@@ -520,20 +527,20 @@ def test_operators_pass_opcheck(decay):
     q, k, v, log_decay = make(9, decay, groups=2, dtype=torch.float32, grad=True)
     kv, z = make_state(torch.float32, grad=True)
     args = (q, k, v, log_decay, kv, z, 0.5, True, 1e-6, 4)
-    torch.library.opcheck(linear_chunk, args)
+    check_operator(linear_chunk, args, trace=True)
     args = [x.detach() if isinstance(x, torch.Tensor) else x for x in args]
     out, kv, z = linear_chunk(*args)
     wanted = decay != "none"
-    torch.library.opcheck(linear_chunk_backward, (out, kv, z, *args, wanted))
+    check_operator(linear_chunk_backward, (out, kv, z, *args, wanted), trace=False)
 
 
 def test_bidirectional_operators_pass_opcheck():
     (q, *_), (_, k, v, _) = make(9, groups=2, grad=True), make(7, grad=True)
     args = (q, k, v, *make_state(grad=True), 0.5, True, 1e-6)
-    torch.library.opcheck(bidirectional_linear, args)
+    check_operator(bidirectional_linear, args, trace=True)
     args = [x.detach() if isinstance(x, torch.Tensor) else x for x in args]
     out, *sums = bidirectional_linear(*args)
-    torch.library.opcheck(bidirectional_linear_backward, (out, *sums, *args))
+    check_operator(bidirectional_linear_backward, (out, *sums, *args), trace=False)
 
 
 @pytest.mark.parametrize("decay", ["none", "channel", "bidirectional"])

@@ -29,7 +29,7 @@ from attnzoo.ops.linear.triton.decay import MAX_EXPONENT
 from attnzoo.ops.linear.triton.launch import LinearOptions
 from attnzoo.ops.linear.triton.run import linear_sums
 from attnzoo.ops.linear.triton.step import linear_triton_step, linear_triton_step_
-from tests.helpers import nan_padded
+from tests.helpers import check_operator, nan_padded
 from tests.kernel_device import float32_slack, kernel_device, nan_in_uninitialized_memory
 
 B, HKV = 1, 1
@@ -533,17 +533,19 @@ def test_operators_pass_opcheck(has_state):
     tensors = [x if x is None else x.requires_grad_() for x in tensors]
     table = sequences.starts, sequences.lengths
     arguments = (*table, "elu+1", 0.5, 0.7, True, 1e-6, 16, 32, has_state)
-    torch.library.opcheck(linear_triton, (*tensors, *arguments))
+    check_operator(linear_triton, (*tensors, *arguments), trace=True)
     sums = *table, *LinearOptions(chunk_size=16, return_state=has_state)
-    torch.library.opcheck(linear_sums_triton, (*tensors, *sums))
+    check_operator(linear_sums_triton, (*tensors, *sums), trace=True)
     tensors = [x if x is None else x.detach() for x in tensors]
     with torch.no_grad():
         out, *last = linear_triton(*tensors, *arguments)
         gradients = torch.randn_like(out), *last, *last
-        torch.library.opcheck(linear_triton_backward, (*gradients, *tensors, *arguments, True))
+        given = (*gradients, *tensors, *arguments, True)
+        check_operator(linear_triton_backward, given, trace=False)
         out, weights, *last = linear_sums_triton(*tensors, *sums)
         gradients = torch.randn_like(out), weights, *last, *last
-        torch.library.opcheck(linear_sums_triton_backward, (*gradients, *tensors, *sums, True))
+        given = (*gradients, *tensors, *sums, True)
+        check_operator(linear_sums_triton_backward, given, trace=False)
 
 
 @pytest.mark.parametrize("slots", [None, SLOTS])
@@ -554,8 +556,8 @@ def test_operators_of_a_step_pass_opcheck(slots):
         rows = [x.nan_to_num() for x in rows]
     arguments = (*rows, *pool, found, "elu+1", 0.5, 0.7, True, 1e-6)
     with torch.no_grad():
-        torch.library.opcheck(linear_triton_step, arguments)
-        torch.library.opcheck(linear_triton_step_, arguments)
+        check_operator(linear_triton_step, arguments, trace=slots is not None)
+        check_operator(linear_triton_step_, arguments, trace=slots is not None)
 
 
 @pytest.mark.parametrize(
