@@ -1,11 +1,11 @@
 """Call every backend of an installed wheel where there is neither a compiler nor a cache.
 
 ``python try_wheel.py`` starts a process for each backend, with an empty ``PATH`` and a cache folder
-that does not exist, and times its first causal call, of 512 tokens. The backend is built before,
-which imports parts of torch that take seconds. Exits with 1 if a kernel is not
-prebuilt, a file is written, attnzoo prints to standard error, or the time is over ``SECONDS`` in
-every one of ``TRIES`` processes. ``attnzoo doctor`` then checks results, for each level of CPUs
-whose instructions this one has.
+that does not exist, and takes the CPU time of its first causal call, of 512 tokens, on one thread.
+The backend is built before, which imports parts of torch that take seconds. Exits with 1 if a
+kernel is not prebuilt, a file is written, attnzoo prints to standard error, or the time is over
+``SECONDS``. ``attnzoo doctor`` then checks results, for each level of CPUs whose instructions this
+one has.
 
 It needs nothing but the wheel, so that its environment can be bare.
 """
@@ -19,8 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-SECONDS = 0.3  # of a first call, beyond torch
-TRIES = 3  # processes, of which the fastest counts: other programs use the machine too
+SECONDS = 0.3  # of a first call, beyond torch; of CPU, because other programs use the machine too
 OPTIONS = {"flash": {"window": 64}, "longformer": {"window": 64}, "linformer": {"block": 256}}
 IN_TORCH = {"linformer", "softmax"}  # they have no kernel in C++
 
@@ -29,6 +28,7 @@ def first_call(name: str) -> None:
     """Time the first call of a backend; prints a line of JSON."""
     import torch
 
+    torch.set_num_threads(1)
     x = torch.randn(1, 4, 512, 32)
     torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
     torch.softmax(x @ x.mT, -1)
@@ -38,10 +38,10 @@ def first_call(name: str) -> None:
     geometry = Geometry(num_heads=4, num_key_heads=4, head_dim=32, hidden_size=128, causal=True)
     backend = build_backend(name, OPTIONS.get(name, {}), geometry)
     hidden, mask = torch.randn(1, 512, 128), AttentionMask(causal=True)
-    start = time.perf_counter()
+    start = time.process_time()
     with torch.no_grad():
         backend(x, x, x, mask=mask, hidden_states=hidden)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     assert backend.ran is not None
     impl, why = backend.ran
     print(json.dumps({"seconds": seconds, "impl": impl, "why": why}))
@@ -68,9 +68,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for backend in attnzoo.available_backends():
-            runs = [json.loads(run(folder, __file__, backend)) for _ in range(TRIES)]
-            best = min(runs, key=lambda x: x["seconds"])
-            seconds, impl, why = best["seconds"], best["impl"], best["why"]
+            call = json.loads(run(folder, __file__, backend))
+            seconds, impl, why = call["seconds"], call["impl"], call["why"]
             print(f"{backend:14} {seconds:.3f} s  {impl:6} {why}", flush=True)
             if backend not in IN_TORCH and "prebuilt for" not in why:
                 failed.append(f"{backend} ran {impl}: {why}")
