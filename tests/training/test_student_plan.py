@@ -15,6 +15,7 @@ from attnzoo.hf.stock.recurrent import recurrent_layers
 from attnzoo.training.student_plan import StudentPlanner, plan_student
 from tests.training.student_pair import TEACHERS, load, run_torch_functions, write_pair
 
+QWEN = {"to": "qwen3_5_text"}
 ROWS = torch.randint(3, 259, (5, 40), generator=torch.Generator().manual_seed(0))
 
 
@@ -37,6 +38,12 @@ def to(request):
 def folders(pairs, to):
     """The folder of both models of a class."""
     return pairs[to]
+
+
+@pytest.fixture
+def one_pair(pairs):
+    """The folder of both models of one class, for what does not depend on the class."""
+    return pairs[QWEN["to"]]
 
 
 def logits_of(folders, to, numbers):
@@ -63,10 +70,12 @@ def test_the_divergence_is_that_of_a_student_with_these_layers(folders, to):
         torch.testing.assert_close(teacher(ROWS).logits.double().log_softmax(-1), exact)
 
 
-def test_the_layers_are_chosen_greedily(folders, to):
+def test_the_layers_are_chosen_greedily(one_pair):
     """The oracle tries every choice of which one step of the greedy search may come."""
-    plan = plan_student(folders / "teacher", folders / "student", ROWS, to=to, keep_softmax=2)
-    teacher, student = load(folders / "teacher"), attnzoo.speed_up(load(folders / "student"))
+    plan = plan_student(
+        one_pair / "teacher", one_pair / "student", ROWS, to="qwen3_5_text", keep_softmax=2
+    )
+    teacher, student = load(one_pair / "teacher"), attnzoo.speed_up(load(one_pair / "student"))
     planner = StudentPlanner(teacher, student, ROWS)
     pairs = {x: planner.divergence(x) for x in itertools.combinations(range(3), 2)}
     assert tuple(plan.recurrent) == min(pairs, key=pairs.get)
@@ -76,19 +85,21 @@ def test_the_layers_are_chosen_greedily(folders, to):
 
 
 @pytest.mark.parametrize("keep", [0, 4])
-def test_a_number_of_layers_that_the_run_cannot_give_is_refused(folders, to, keep):
+def test_a_number_of_layers_that_the_run_cannot_give_is_refused(one_pair, keep):
     with pytest.raises(ConfigError, match="keep at least 1 and at most 3 layers"):
-        plan_student(folders / "teacher", folders / "student", ROWS, to=to, keep_softmax=keep)
+        plan_student(
+            one_pair / "teacher", one_pair / "student", ROWS, to="qwen3_5_text", keep_softmax=keep
+        )
 
 
-def test_a_distilled_student_is_refused(folders, to, tmp_path):
-    student = load(folders / "student")
+def test_a_distilled_student_is_refused(one_pair, tmp_path):
+    student = load(one_pair / "student")
     with torch.no_grad():
         student.model.layers[3].self_attn.o_proj.weight.add_(1e-3)
     student.save_pretrained(tmp_path)
-    hf.AutoTokenizer.from_pretrained(folders / "teacher").save_pretrained(tmp_path)
+    hf.AutoTokenizer.from_pretrained(one_pair / "teacher").save_pretrained(tmp_path)
     with pytest.raises(SpecError, match=r"layers\.3\.self_attn\.o_proj\.weight, so its recurrent"):
-        plan_student(folders / "teacher", tmp_path, ROWS, to=to)
+        plan_student(one_pair / "teacher", tmp_path, ROWS, **QWEN)
 
 
 def test_command(folders, to, text, tmp_path, attnzoo_command, capsys):
@@ -113,9 +124,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_options_that_do_not_apply_are_refused(folders, to, text, monkeypatch, capsys, name):
+def test_options_that_do_not_apply_are_refused(one_pair, text, monkeypatch, capsys, name):
     options, message = REFUSED[name]
-    command = ("plan", folders / "teacher", "--to", to, "--data", text, *options)
+    command = ("plan", one_pair / "teacher", "--to", "qwen3_5_text", "--data", text, *options)
     monkeypatch.setattr(sys, "argv", ["attnzoo", *map(str, command)])
     with pytest.raises(SystemExit, match="2"):
         main()
@@ -129,10 +140,15 @@ def torch_functions():
         yield
 
 
-def test_no_choice_of_layers_is_measured_twice(folders, to):
+def test_no_choice_of_layers_is_measured_twice(one_pair):
     steps = []
     plan_student(
-        folders / "teacher", folders / "student", ROWS, to=to, keep_softmax=3, on_step=steps.append
+        one_pair / "teacher",
+        one_pair / "student",
+        ROWS,
+        to="qwen3_5_text",
+        keep_softmax=3,
+        on_step=steps.append,
     )
     assert len(steps) == len(set(steps)) == 6  # each layer alone, and each pair
 
