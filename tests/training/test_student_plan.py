@@ -64,7 +64,7 @@ def test_the_divergence_is_that_of_a_student_with_these_layers(folders, to):
     teacher, student = load(folders / "teacher"), attnzoo.speed_up(load(folders / "student"))
     planner = StudentPlanner(teacher, student, ROWS)
     for numbers in ([0], [2], [0, 2]):
-        expected = (exact.exp() * (exact - logits_of(folders, numbers))).sum(-1).mean()
+        expected = (exact.exp() * (exact - logits_of(folders, to, numbers))).sum(-1).mean()
         assert planner.divergence(numbers) == pytest.approx(float(expected), rel=1e-4)
     with torch.no_grad():
         torch.testing.assert_close(teacher(ROWS).logits.double().log_softmax(-1), exact)
