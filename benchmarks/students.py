@@ -1,16 +1,19 @@
-"""Students of a stock class with Gated DeltaNet layers, beside sliding windows in the same layers.
+"""Students of stock classes with recurrent layers, beside sliding windows in the same layers.
 
     python -m benchmarks.pretrain_tiny --qk-norm --minutes 9 --lr 1e-3 --out tiny-qwen3
     python -m benchmarks.students windows --teacher tiny-qwen3 --out students.jsonl
     python -m benchmarks.students train --teacher tiny-qwen3 --seeds 0 --out students.jsonl
     python -m benchmarks.students train --teacher tiny-qwen3 --mechanism delta --out students.jsonl
+    python -m benchmarks.students train --seeds 0 --out students.jsonl
 
-Text: that of benchmarks/recover.py. ``windows`` trains nothing: it evaluates the teacher with
-windows of several sizes in some layers, and with the layers that a plan chooses. Each run of
-``train`` is one JSON line: the teacher converted and trained by the recipe ``student``, or swapped
-to ``delta`` without a window in the same layers and trained as long. The gap is that between a
-window of 32 tokens in all layers and softmax, on rows of 512 tokens; on longer rows, the loss in
-bits per byte is stated alone, because the teacher was trained on rows of 512.
+The teacher chooses the class: a Qwen 3 becomes a Qwen 3.5 with Gated DeltaNet layers, and a Llama,
+such as the embedded model, a Granite hybrid with Mamba-2 layers. Text: that of
+benchmarks/recover.py. ``windows`` trains nothing: it evaluates the teacher with windows of several
+sizes in some layers, and with the layers that a plan chooses. Each run of ``train`` is one JSON
+line: the teacher converted and trained by the recipe ``student``, or swapped to ``delta`` without a
+window in the same layers and trained as long. The gap is that between a window of 32 tokens in all
+layers and softmax, on rows of 512 tokens; on longer rows, the loss in bits per byte is stated
+alone, because the teacher was trained on rows of 512.
 """
 
 from __future__ import annotations
@@ -19,18 +22,22 @@ import json
 import sysconfig
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import attnzoo
 from attnzoo.evaluation.data import EvalBatch
+from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.hf.models.speed_up import speed_up
+from attnzoo.hf.saving.files import read_config
+from attnzoo.hf.stock.classes import classes_for
 from attnzoo.hf.stock.convert import convert_files
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.eval_rows import rows_to_eval_batch
@@ -40,6 +47,7 @@ from attnzoo.training.quality import Quality, as_dicts, evaluate_rows
 from attnzoo.training.recipes import recipe_config
 from attnzoo.training.recover import recover
 from attnzoo.training.train_config import TrainConfig
+from benchmarks.byte_tokenizer import as_tokenizer_json
 from benchmarks.recover import FOLDERS
 
 ROWS = {512: 32, 4096: 8}  # rows that are evaluated, by their length
@@ -48,8 +56,33 @@ EQUAL = 152  # keys of a window with the memory of a recurrent layer of the stud
 DELTA = {"feature_map": "hedgehog_exp", "short_convolution": 4, "output_gate": True}
 
 app = typer.Typer(add_completion=False)
-Teacher = Annotated[Path, typer.Option(help="folder of a Qwen 3")]
+Teacher = Annotated[
+    Path | None,
+    typer.Option(help="folder of a Qwen 3 or Llama of four layers; default: the embedded Llama"),
+]
 Out = Annotated[Path | None, typer.Option(help="file to append JSON lines to")]
+
+
+def student_class(teacher: Path) -> str:
+    """Return the stock class with recurrent layers that holds a teacher."""
+    return next(x.family for x in classes_for(read_config(teacher).model_type) if x.recurrent)
+
+
+@contextmanager
+def teacher_folder(teacher: Path | None) -> Iterator[Path]:
+    """Context with the folder of a teacher: the given one, or the embedded model.
+
+    The latter gets a ``tokenizer.json``, because transformers loads no other tokenizer beside a
+    Granite hybrid.
+    """
+    if teacher is not None:
+        yield teacher
+        return
+    source = embedded_model_path()
+    with tempfile.TemporaryDirectory() as folder:
+        AutoModelForCausalLM.from_pretrained(source).save_pretrained(folder)
+        as_tokenizer_json(AutoTokenizer.from_pretrained(source)).save_pretrained(folder)
+        yield Path(folder)
 
 
 def data() -> list[Path]:
@@ -134,22 +167,25 @@ def window_specs(teacher: Path, length: int) -> dict[str, AttentionSpec]:
 
 @app.command()
 def windows(
-    teacher: Teacher,
+    teacher: Teacher = None,
     length: Annotated[int, typer.Option(help="tokens a row, 512 or 4096")] = 512,
     out: Out = None,
 ) -> None:
     """Evaluate windows in some layers of the teacher; nothing is trained."""
     torch.set_num_threads(1)
-    lines = as_dicts(judge_windows(teacher, window_specs(teacher, length), length))
-    write({"mechanism": "windows", "length": length, "lines": shown(lines)}, out)
+    with teacher_folder(teacher) as folder:
+        lines = as_dicts(judge_windows(folder, window_specs(folder, length), length))
+        family = read_config(folder).model_type
+    line = {"mechanism": "windows", "teacher": family, "length": length}
+    write({**line, "lines": shown(lines)}, out)
 
 
 @app.command()
 def train(
-    teacher: Teacher,
+    teacher: Teacher = None,
     layers: Annotated[str, typer.Option(help="layers that become recurrent")] = "1-2",
     mechanism: Annotated[
-        str, typer.Option(help="stock (Gated DeltaNet of Qwen 3.5), or delta (without a window)")
+        str, typer.Option(help="stock (of the class that holds the teacher), or delta (no window)")
     ] = "stock",
     seeds: Annotated[list[int] | None, typer.Option(help="seeds (repeatable)")] = None,
     times: Annotated[float, typer.Option(help="factor of the steps")] = 1,
@@ -179,11 +215,12 @@ def train(
             "student", seed=seed, precision=precision, entropy_every=0, **steps, **given
         )
         line = {"mechanism": mechanism, "layers": layers, "seed": seed, "times": times}
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, teacher_folder(teacher) as source:
+            line["teacher"] = read_config(source).model_type
             result = Path(folder, "result")
-            found = run(teacher, layers, mechanism, result, config)
+            found = run(source, layers, mechanism, result, config)
             seconds = round(time.monotonic() - start)
-            more = {"4096": long_loss(teacher, result)} if long_rows else {}
+            more = {"4096": long_loss(source, result)} if long_rows else {}
         line |= {**steps, **given, "precision": precision, "seconds": seconds}
         more |= {"equal_window": found["equal_window"], "verdict": found["verdict"]}
         write({**line, "lines": shown(found["lines"]), **more}, out)
@@ -206,7 +243,7 @@ def run(teacher: Path, layers: str, mechanism: str, result: Path, config: Any) -
             log=log,
         )
     student = result.with_name("student")
-    convert_files(teacher, "qwen3_5_text", student, recurrent=layers)
+    convert_files(teacher, student_class(teacher), student, recurrent=layers)
     return recover(student, None, data(), result, config, teacher=teacher, log=log)
 
 

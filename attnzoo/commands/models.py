@@ -161,8 +161,9 @@ def convert(
         str | None,
         typer.Option(
             metavar="LAYERS",
-            help="layers that become Gated DeltaNet, such as 1-2, to be trained by recover "
-            "--teacher (experimental; --to qwen3_5_text)",
+            help="layers that become recurrent, such as 1-2, to be trained by recover --teacher "
+            "(experimental; --to qwen3_5_text of a Qwen 3: Gated DeltaNet, --to granitemoehybrid "
+            "of a Llama: Mamba-2)",
         ),
     ] = None,
 ) -> None:

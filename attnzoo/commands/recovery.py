@@ -183,7 +183,7 @@ def plan(
         given = {"cache-bytes": cache_bytes, "candidate": candidate, "equal-window": equal_window}
         run = _transferred_student(from_, given)
         tokens = _plan_rows(path, data, column, row_length, max_tokens)[:rows]
-        _plan_student(path, run, tokens, keep, None if dry_run else out)
+        _plan_student(path, run, tokens, to, keep, None if dry_run else out)
         return
     budget = None if cache_bytes is None else _budget(cache_bytes, cache_length)
     if to is not None:
@@ -244,19 +244,19 @@ def _transferred_student(from_: Path | None, given: dict[str, Any]) -> Path:
     return from_
 
 
-def _plan_student(path: Path, run: Path, rows: Any, keep: float, out: Path | None) -> None:
+def _plan_student(path: Path, run: Path, rows: Any, to: str, keep: float, out: Path | None) -> None:
     """Choose the recurrent layers of a student; print them and the next command."""
     from attnzoo.training.student_plan import plan_student
 
     with show_status(console) as show:
-        made_plan = plan_student(path, run, rows, keep_softmax=keep, on_step=show)
+        made_plan = plan_student(path, run, rows, to=to, keep_softmax=keep, on_step=show)
     made_plan.table().print(console)
     choice = ["--recurrent", made_plan.layers]
     if out is not None:
         made_plan.write(out)
         console.print(f"Plan:   {out}", soft_wrap=True)
         choice = ["--plan", str(out)]
-    command = ["attnzoo", "convert", argument_of(path), "--to", "qwen3_5_text", *choice]
+    command = ["attnzoo", "convert", argument_of(path), "--to", to, *choice]
     console.print(f"Next:   {shlex.join(command)} --out STUDENT", soft_wrap=True)
 
 

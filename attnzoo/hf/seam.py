@@ -53,7 +53,9 @@ __all__ = [
     "calls_attention_interface",
     "can_set_implementation",
     "causal_mask_function",
+    "document_masks",
     "family_uses_interface",
+    "granite_normalizes_groups",
     "is_of_another_package",
     "is_recording",
     "mask_of_pages",
@@ -464,3 +466,33 @@ def base_model_name(model: Any) -> str:
     """Return the attribute of a model with a head that holds the model without it."""
     name: str = model.base_model_prefix
     return name
+
+
+def granite_normalizes_groups() -> bool:
+    """Return whether Mamba-2 layers of Granite hybrids normalise each group of heads by itself.
+
+    Earlier versions of transformers normalise all heads together, and engines do not.
+    """
+    from transformers.models.granitemoehybrid import modeling_granitemoehybrid as granite
+
+    norm = granite.GraniteMoeHybridRMSNormGated
+    return "group_size" in inspect.signature(norm.__init__).parameters
+
+
+def document_masks(model: Any, position_ids: Tensor) -> dict[str, Any]:
+    """Return the masks of a model whose ``forward`` reads no documents from positions, by kind.
+
+    Args:
+        model: A model with full and recurrent layers, called without a cache and padding.
+        position_ids: Positions that begin again in each document, ``[B, T]``.
+    """
+    embeddings: Any = model.get_input_embeddings().weight
+    shape = (*position_ids.shape, embeddings.shape[1])
+    given: dict[str, Any] = {CACHE_ARGUMENT: None, "attention_mask": None}
+    mask = create_causal_mask(
+        config=model.config,
+        inputs_embeds=embeddings.detach().new_empty(()).expand(shape),
+        position_ids=position_ids,
+        **given,
+    )
+    return {"full_attention": mask, "linear_attention": None}

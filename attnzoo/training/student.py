@@ -26,11 +26,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.data import load_tokenizer
 from attnzoo.evaluation.equal_memory import EqualWindow
+from attnzoo.hf import seam
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.models.speed_up import speed_up
 from attnzoo.hf.names import NAME
 from attnzoo.hf.saving.files import read_config
-from attnzoo.hf.stock.recurrent import recurrent_layers, recurrent_numbers, softmax_layer
+from attnzoo.hf.stock.layer_inputs import softmax_layer
+from attnzoo.hf.stock.recurrent import CLASSES, recurrent_layers, recurrent_numbers
 from attnzoo.hf.swap.convert import restore, swap
 from attnzoo.training.distil import model_inputs
 from attnzoo.training.loop import Stage
@@ -179,7 +181,8 @@ def require_pair(student: Path, teacher: Path) -> None:
     if not recurrent_layers(model):
         raise SpecError(
             f"{str(student)!r} holds a {one.model_type} without recurrent layers that a teacher "
-            "could train; `attnzoo convert DIR --to qwen3_5_text --recurrent LAYERS` writes one"
+            f"could train; `attnzoo convert DIR --to CLASS --recurrent LAYERS` writes one, of the "
+            f"class {' or '.join(CLASSES)}"
         )
     for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
         values = [getattr(x, name, None) for x in (one, other)]
@@ -213,40 +216,44 @@ def equal_window(config: Any, length: int, itemsize: int) -> EqualWindow:
         length: Tokens of one sequence.
         itemsize: Bytes of a number of the weights' data type.
     """
-    c = config
-    keys, values = (
-        c.linear_num_key_heads * c.linear_key_head_dim,
-        c.linear_num_value_heads * c.linear_value_head_dim,
-    )
-    state = 4 * values * c.linear_key_head_dim
-    state += itemsize * (2 * keys + values) * c.linear_conv_kernel_dim
-    token = itemsize * 2 * c.num_key_value_heads * c.head_dim
+    state = CLASSES[config.model_type].state_bytes(config, itemsize)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    token = itemsize * 2 * config.num_key_value_heads * head_dim
     fits = state // token
     numbers = recurrent_numbers(config)
-    full = token * length * (c.num_hidden_layers - len(numbers))
+    full = token * length * (config.num_hidden_layers - len(numbers))
     return EqualWindow(
         length=length,
         windows={n: None if fits >= length else max(1, fits) for n in numbers},
         swap_bytes=full + state * len(numbers),
-        exact_bytes=token * length * c.num_hidden_layers,
+        exact_bytes=token * length * config.num_hidden_layers,
     )
 
 
 def separate_documents(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Forward pre-hook: end the states of a student's layers where documents end in packed rows.
+    """Forward pre-hook: separate the documents of packed rows, which positions delimit.
 
-    The layers get ``seq_idx``, which they support on CPUs after ``speed_up``. On other devices
-    states run on over the borders, as in the stock layers.
+    Recurrent layers get ``seq_idx``, which they support on CPUs after ``speed_up``. On other
+    devices states run on over the borders, as in the stock layers. Full layers get masks, unless
+    the class makes them itself.
     """
     positions = kwargs.get("position_ids")
-    if positions is None or positions.ndim != 2 or positions.device.type != "cpu":
+    if positions is None or positions.ndim != 2:
         return None
+    config: Any = model.config
     first = positions == 0
-    if not bool(first[:, 1:].any()):
+    is_cpu = positions.device.type == "cpu"
+    masks_documents = CLASSES[config.model_type].masks_documents
+    if (masks_documents and not is_cpu) or not bool(first[:, 1:].any()):
         return None
-    return args, {**kwargs, "seq_idx": first.cumsum(1).int()}
+    given = dict(kwargs)
+    if is_cpu:
+        given["seq_idx"] = first.cumsum(1).int()
+    if not masks_documents:
+        given["attention_mask"] = seam.document_masks(model, positions)
+    return args, given
 
 
 class Attended(NamedTuple):

@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.quality import require_finite
 from attnzoo.hf.models.speed_up import speed_up
-from attnzoo.hf.stock.recurrent import recurrent_layers, softmax_layer, student_weights
+from attnzoo.hf.stock.layer_inputs import softmax_layer
+from attnzoo.hf.stock.recurrent import recurrent_layers, student_weights
 from attnzoo.report.atomic_write import atomic_write
 from attnzoo.report.table import Table
 from attnzoo.training.candidates import token_divergence
@@ -163,6 +164,7 @@ def plan_student(
     run: Path,
     rows: Tensor,
     *,
+    to: str,
     keep_softmax: float = 0.25,
     on_step: Callable[[str], None] = lambda text: None,
 ) -> StudentPlan:
@@ -173,6 +175,7 @@ def plan_student(
         run: Folder of the student: a run of ``recover STUDENT --teacher DIR`` with transfer only.
             Its full layers keep softmax.
         rows: Tokens to measure on, ``[B, T]``.
+        to: The family of the student.
         keep_softmax: Fraction or number of layers that keep softmax, of all layers.
         on_step: Called with a description of each measurement.
 
@@ -183,6 +186,10 @@ def plan_student(
     require_pair(run, path)
     teacher: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     student: Any = AutoModelForCausalLM.from_pretrained(run, dtype=torch.float32).eval()
+    if (family := student.config.model_type) != to:
+        raise SpecError(
+            f"{str(run)!r} holds a student of the class {family}, got --to {to}; give --to {family}"
+        )
     _require_transfer_only(teacher, student, run)
     planner = StudentPlanner(teacher, speed_up(student), rows, on_step)
     known = sorted(planner.layers)
@@ -217,9 +224,9 @@ def read_recurrent(path: Path) -> str | None:
     return layers if isinstance(layers, str) else None
 
 
-def _require_transfer_only(teacher: nn.Module, student: nn.Module, run: Path) -> None:
+def _require_transfer_only(teacher: Any, student: Any, run: Path) -> None:
     """Raise ``SpecError`` if other weights than those of the recurrent layers were trained."""
-    exact = student_weights(teacher.state_dict(), teacher.config, {})
+    exact = student_weights(teacher.state_dict(), teacher.config, student.config.model_type, {})
     for name, weight in student.state_dict().items():
         if name in exact and not torch.equal(weight, exact[name]):
             raise SpecError(

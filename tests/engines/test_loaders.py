@@ -64,30 +64,38 @@ def byte_level_tokenizer():
     )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A folder with a Qwen 3 whose tokens depend on far keys, and swaps of it."""
-    place = tmp_path_factory.mktemp("models")
-    config = hf.Qwen3Config(
+def write_model(folder, family, head_dim):
+    """Write a model whose tokens depend on far keys."""
+    config = hf.AutoConfig.for_model(
+        family,
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
+        head_dim=head_dim,
         max_position_embeddings=256,
         bos_token_id=None,
         eos_token_id=1,
         pad_token_id=0,
     )
     torch.manual_seed(0)
-    model = hf.Qwen3ForCausalLM(config).eval()
+    model = hf.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, x in model.named_parameters():
             x.normal_(0, 0.15 if "embed" not in name else 1) if x.ndim > 1 else x.uniform_(1, 2)
-    model.save_pretrained(place / "base")
-    byte_level_tokenizer().save_pretrained(place / "base")
+    model.save_pretrained(folder)
+    byte_level_tokenizer().save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a Qwen 3, a Llama, and swaps of the first."""
+    place = tmp_path_factory.mktemp("models")
+    model = write_model(place / "base", "qwen3", 32)
+    write_model(place / "llama", "llama", 16)
     save_copy(attnzoo.swap(model, WINDOWS), place / "base", place / "windows")
     save_copy(attnzoo.swap(model, "linear"), place / "base", place / "linear")
     return place
@@ -139,17 +147,37 @@ def test_llama_cpp_generates_the_tokens_of_the_swap(folder):
     assert sum(a != b for a, b in zip(tokens, original, strict=True)) >= 4  # the windows matter
 
 
-def test_llama_cpp_generates_the_tokens_of_a_student(folder):
-    """Recurrent layers in the period that llama.cpp reads from the config."""
-    out, gguf = folder / "student", folder / "student.gguf"
-    convert_files(folder / "base", "qwen3_5_text", out, recurrent="0,2")
-    done = program(CONVERT, out, "--outfile", gguf, "--outtype", "f32", "--no-mtp")
+def write_llama_cpp_config(folder):
+    """Make the config of a Granite hybrid one that llama.cpp's converter reads as it is meant.
+
+    It knows the layers by their older names, and uses RoPE in Bamba only.
+    """
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    older = {"full_attention": "attention", "linear_attention": "mamba"}
+    config["layer_types"] = [older[x] for x in config["layer_types"]]
+    config["architectures"] = ["BambaForCausalLM"]
+    path.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("source", "to", "recurrent"),
+    [("base", "qwen3_5_text", "0,2"), ("llama", "granitemoehybrid", "1-2")],
+)
+def test_llama_cpp_generates_the_tokens_of_a_student(folder, source, to, recurrent):
+    """Recurrent layers in the period that llama.cpp reads from the config, or in any order."""
+    out, gguf = folder / to, folder / f"{to}.gguf"
+    convert_files(folder / source, to, out, recurrent=recurrent)
+    student = attnzoo.speed_up(hf.AutoModelForCausalLM.from_pretrained(out))
+    if to == "granitemoehybrid":
+        write_llama_cpp_config(out)
+    options = ("--no-mtp",) if to == "qwen3_5_text" else ()
+    done = program(CONVERT, out, "--outfile", gguf, "--outtype", "f32", *options)
     assert done.returncode == 0, done.stderr
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(2, 126, (n,), generator=generator).tolist() for n in (1, 30, 90)]
     done = program(GENERATE, gguf, json.dumps(prompts))
     tokens = [json.loads(x[7:]) for x in done.stdout.splitlines() if x.startswith("TOKENS ")]
-    student = attnzoo.speed_up(hf.AutoModelForCausalLM.from_pretrained(out))
     assert tokens == generate(student, prompts), done.stderr
-    original = generate(hf.AutoModelForCausalLM.from_pretrained(folder / "base"), prompts)
+    original = generate(hf.AutoModelForCausalLM.from_pretrained(folder / source), prompts)
     assert tokens != original

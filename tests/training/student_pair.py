@@ -1,22 +1,31 @@
 """A teacher and its student of a stock class with recurrent layers, in folders."""
 
+import inspect
+
 import torch
 import transformers as hf
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from attnzoo.evaluation.models import embedded_model_path
+from attnzoo.hf.models.speed_up import RULES
 from attnzoo.hf.stock.convert import convert_files
+from tests.byte_tokenizer import save_byte_tokenizer
+
+TEACHERS = {"qwen3_5_text": "qwen3", "granitemoehybrid": "llama"}  # by the student's class
+NAMES = {"qwen3_5_text": "Qwen3_5ForCausalLM", "granitemoehybrid": "GraniteMoeHybridForCausalLM"}
 
 
-def write_pair(place, layers, recurrent):
-    """Write a random Qwen 3 to ``teacher`` and its student to ``student``.
+def write_pair(place, to, layers, recurrent):
+    """Write a random model to ``teacher`` and its student to ``student``.
 
     Args:
         place: Folder of both.
+        to: Class of the student.
         layers: Number of layers.
         recurrent: The student's recurrent layers, as of ``attnzoo convert --recurrent``.
     """
     torch.manual_seed(0)
-    config = hf.Qwen3Config(
+    config = hf.AutoConfig.for_model(
+        TEACHERS[to],
         vocab_size=384,
         hidden_size=32,
         intermediate_size=48,
@@ -30,13 +39,21 @@ def write_pair(place, layers, recurrent):
         eos_token_id=1,
         bos_token_id=None,
     )
-    teacher = hf.Qwen3ForCausalLM(config)
+    teacher = hf.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in teacher.parameters():
             parameter.mul_(3)
     teacher.save_pretrained(place / "teacher")
-    hf.AutoTokenizer.from_pretrained(embedded_model_path()).save_pretrained(place / "teacher")
-    convert_files(place / "teacher", "qwen3_5_text", place / "student", recurrent=recurrent)
+    save_byte_tokenizer(place / "teacher")
+    convert_files(place / "teacher", to, place / "student", recurrent=recurrent)
+
+
+def run_torch_functions(patch):
+    """Let stock layers run torch's functions where flash-linear-attention is installed."""
+    for rule in RULES:
+        if hasattr(modeling_qwen3_5, rule):
+            function = inspect.unwrap(getattr(modeling_qwen3_5, rule))
+            patch.setattr(modeling_qwen3_5, rule, function)
 
 
 def load(folder):

@@ -1,23 +1,20 @@
 """Recovery of a student of a stock class from another model."""
 
-import inspect
 import json
 from dataclasses import replace
 
 import pytest
 import torch
 import transformers as hf
-from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import attnzoo
 from attnzoo.errors import ConfigError, SpecError
-from attnzoo.hf.models.speed_up import RULES
 from attnzoo.hf.stock.recurrent import recurrent_layers
 from attnzoo.training import student as module
 from attnzoo.training.loop import LoopConfig
 from attnzoo.training.recover import RecoverConfig, recover
 from attnzoo.training.student import StudentTransfer, equal_window, separate_documents
-from tests.training.student_pair import load, write_pair
+from tests.training.student_pair import NAMES, TEACHERS, load, run_torch_functions, write_pair
 
 CONFIG = RecoverConfig(
     train="full",
@@ -32,11 +29,34 @@ CONFIG = RecoverConfig(
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """The folders of a teacher and of its student, whose second layer is recurrent."""
-    place = tmp_path_factory.mktemp("pair")
-    write_pair(place, 2, "1")
-    return place
+def pairs(tmp_path_factory):
+    """The folders of a teacher and of its student, whose second layer is recurrent, by class."""
+    places = {to: tmp_path_factory.mktemp(to) for to in TEACHERS}
+    for to, place in places.items():
+        write_pair(place, to, 2, "1")
+    return places
+
+
+@pytest.fixture(params=TEACHERS)
+def to(request):
+    """The class of the student."""
+    return request.param
+
+
+@pytest.fixture
+def folders(pairs, to):
+    """The folder of both models of a class."""
+    return pairs[to]
+
+
+@pytest.fixture
+def one_pair(pairs):
+    """The folder of both models of one class, for what does not depend on the class."""
+    return pairs["qwen3_5_text"]
+
+
+def layer_name(to):
+    return {"qwen3_5_text": "linear_attn", "granitemoehybrid": "mamba"}[to]
 
 
 def losses(out, stage):
@@ -44,7 +64,7 @@ def losses(out, stage):
     return [x["loss"] for x in rows if x["stage"] == stage]
 
 
-def test_recovery(folders, text, tmp_path):
+def test_recovery(folders, to, text, tmp_path):
     out = tmp_path / "out"
     results = recover(folders / "student", None, [text], out, CONFIG, teacher=folders / "teacher")
     found = losses(out, "transfer")
@@ -52,23 +72,24 @@ def test_recovery(folders, text, tmp_path):
     assert len(losses(out, "distil")) == 4
     lines = results["lines"]
     assert lines["softmax"]["agreement"] == 1  # the teacher generates its own tokens
-    assert lines["result"]["loss"] < lines["raw swap"]["loss"]
+    far, near = (abs(lines[x]["loss"] - lines["softmax"]["loss"]) for x in ("raw swap", "result"))
+    assert near < far
     assert results["student"]["layer_types"] == ["full_attention", "linear_attention"]
     model = load(out)
-    assert type(model).__name__ == "Qwen3_5ForCausalLM"
+    assert type(model).__name__ == NAMES[to]
     assert "attnzoo" not in (out / "config.json").read_text()
-    assert "# A student of the class qwen3_5_text" in (out / "README.md").read_text()
+    assert f"# A student of the class {to}" in (out / "README.md").read_text()
     teacher, student = load(folders / "teacher"), load(folders / "student")
     before, after = (x.model.layers[0].self_attn.k_proj.weight for x in (student, model))
     assert not torch.equal(before, after)  # distillation trains all layers
     assert torch.equal(before, teacher.model.layers[0].self_attn.k_proj.weight)
 
 
-def test_the_loss_of_transfer(folders):
+def test_the_loss_of_transfer(folders, to):
     """By hand: the layer on the teacher's hidden states, against the teacher's attention."""
     teacher, student = load(folders / "teacher"), attnzoo.speed_up(load(folders / "student"))
     with torch.no_grad():  # other weights elsewhere: the inputs are the teacher's all the same
-        student.model.layers[0].mlp.up_proj.weight.mul_(2)
+        student.model.layers[0].post_attention_layernorm.weight.mul_(2)
     tokens = torch.randint(2, 259, (3, 40), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": tokens, "labels": tokens}
     with StudentTransfer(student, teacher) as transfer:
@@ -87,7 +108,9 @@ def test_the_loss_of_transfer(folders):
     expected = (out - exact).square().sum() / exact.square().sum()
     torch.testing.assert_close(loss.detach(), expected, rtol=1e-4, atol=0)
     with_gradient = {n for n, p in student.named_parameters() if p.grad is not None}
-    assert with_gradient == {f"model.layers.1.linear_attn.{n}" for n in recurrent_names(student)}
+    assert with_gradient == {
+        f"model.layers.1.{layer_name(to)}.{n}" for n in recurrent_names(student)
+    }
     with torch.no_grad():
         assert not torch.equal(student(tokens).logits, teacher(tokens).logits)  # hooks are gone
 
@@ -107,18 +130,18 @@ def test_documents_of_a_packed_row_do_not_see_each_other(folders):
     torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
 
 
-def test_distillation_that_makes_it_worse_is_undone(folders, text, tmp_path):
+def test_distillation_that_makes_it_worse_is_undone(one_pair, text, tmp_path):
     config = replace(CONFIG, distil_steps=2, extras_lr=1.0, weights_lr=1.0)
-    pair = {"teacher": folders / "teacher"}
-    recover(folders / "student", None, [text], tmp_path / "out", config, **pair)
-    teacher, model = load(folders / "teacher"), load(tmp_path / "out")
+    pair = {"teacher": one_pair / "teacher"}
+    recover(one_pair / "student", None, [text], tmp_path / "out", config, **pair)
+    teacher, model = load(one_pair / "teacher"), load(tmp_path / "out")
     assert torch.equal(*(x.model.layers[0].self_attn.k_proj.weight for x in (teacher, model)))
 
 
-def test_a_run_is_resumed(folders, text, tmp_path, interrupt):
+def test_a_run_is_resumed(one_pair, text, tmp_path, interrupt):
     config = replace(CONFIG, loop=replace(CONFIG.loop, checkpoint_every=2))
-    arguments = (folders / "student", None, [text])
-    pair = {"teacher": folders / "teacher"}
+    arguments = (one_pair / "student", None, [text])
+    pair = {"teacher": one_pair / "teacher"}
     interrupt(15, recover, *arguments, tmp_path / "out", config, **pair)
     recover(*arguments, tmp_path / "out", config, resume=True, **pair)
     recover(*arguments, tmp_path / "whole", config, **pair)
@@ -162,8 +185,8 @@ def test_settings_that_do_not_apply_are_refused(name):
         module.require_student_settings(replace(CONFIG, **changes))
 
 
-def test_models_that_do_not_match_are_refused(folders, tmp_path):
-    student, teacher = folders / "student", folders / "teacher"
+def test_models_that_do_not_match_are_refused(one_pair, tmp_path):
+    student, teacher = one_pair / "student", one_pair / "teacher"
     with pytest.raises(SpecError, match="without recurrent layers"):
         module.require_pair(teacher, teacher)
     with pytest.raises(SpecError, match="no softmax attention in layer 1"):
@@ -178,8 +201,8 @@ def test_models_that_do_not_match_are_refused(folders, tmp_path):
             module.require_pair(student, tmp_path / name)
 
 
-def test_command(folders, text, tmp_path, attnzoo_command, capsys):
-    pair = (folders / "student", "--teacher", folders / "teacher")
+def test_command(one_pair, text, tmp_path, attnzoo_command, capsys):
+    pair = (one_pair / "student", "--teacher", one_pair / "teacher")
     given = ("--data", text, "--length", 64, "--batch", 4, "--entropy-every", 0)
     steps = ("--transfer-steps", 1, "--distil-steps", 1, "--recipe", "student")
     attnzoo_command("recover", *pair, *given, *steps, "--out", tmp_path / "out")
@@ -192,10 +215,6 @@ def test_command(folders, text, tmp_path, attnzoo_command, capsys):
 
 @pytest.fixture(autouse=True, scope="module")
 def torch_functions():
-    """Let stock layers run torch's functions where flash-linear-attention is installed."""
     with pytest.MonkeyPatch.context() as patch:
-        for rule in RULES:
-            if hasattr(modeling_qwen3_5, rule):
-                function = inspect.unwrap(getattr(modeling_qwen3_5, rule))
-                patch.setattr(modeling_qwen3_5, rule, function)
+        run_torch_functions(patch)
         yield

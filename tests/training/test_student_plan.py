@@ -1,6 +1,5 @@
 """The choice of a student's recurrent layers after transfer."""
 
-import inspect
 import itertools
 import json
 import sys
@@ -8,31 +7,49 @@ import sys
 import pytest
 import torch
 import transformers as hf
-from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import attnzoo
 from attnzoo.cli import main
 from attnzoo.errors import ConfigError, SpecError
-from attnzoo.hf.models.speed_up import RULES
 from attnzoo.hf.stock.recurrent import recurrent_layers
 from attnzoo.training.student_plan import StudentPlanner, plan_student
-from tests.training.student_pair import load, write_pair
+from tests.training.student_pair import TEACHERS, load, run_torch_functions, write_pair
 
+QWEN = {"to": "qwen3_5_text"}
 ROWS = torch.randint(3, 259, (5, 40), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
+def pairs(tmp_path_factory):
     """The folders of a teacher of four layers and of a student, whose last layer is full."""
-    place = tmp_path_factory.mktemp("pair")
-    write_pair(place, 4, "0-2")
-    return place
+    places = {to: tmp_path_factory.mktemp(to) for to in TEACHERS}
+    for to, place in places.items():
+        write_pair(place, to, 4, "0-2")
+    return places
 
 
-def logits_of(folders, numbers):
+@pytest.fixture(params=TEACHERS)
+def to(request):
+    """The class of the student."""
+    return request.param
+
+
+@pytest.fixture
+def folders(pairs, to):
+    """The folder of both models of a class."""
+    return pairs[to]
+
+
+@pytest.fixture
+def one_pair(pairs):
+    """The folder of both models of one class, for what does not depend on the class."""
+    return pairs[QWEN["to"]]
+
+
+def logits_of(folders, to, numbers):
     """Return the logits of a student with some recurrent layers, whose weights are copied."""
     converted = attnzoo.convert(
-        load(folders / "teacher"), "qwen3_5_text", recurrent=",".join(map(str, numbers))
+        load(folders / "teacher"), to, recurrent=",".join(map(str, numbers))
     )
     transferred = recurrent_layers(load(folders / "student"))
     for number, layer in recurrent_layers(converted).items():
@@ -41,22 +58,24 @@ def logits_of(folders, numbers):
         return attnzoo.speed_up(converted)(ROWS).logits.double().log_softmax(-1)
 
 
-def test_the_divergence_is_that_of_a_student_with_these_layers(folders):
+def test_the_divergence_is_that_of_a_student_with_these_layers(folders, to):
     with torch.no_grad():
         exact = load(folders / "teacher")(ROWS).logits.double().log_softmax(-1)
     teacher, student = load(folders / "teacher"), attnzoo.speed_up(load(folders / "student"))
     planner = StudentPlanner(teacher, student, ROWS)
     for numbers in ([0], [2], [0, 2]):
-        expected = (exact.exp() * (exact - logits_of(folders, numbers))).sum(-1).mean()
+        expected = (exact.exp() * (exact - logits_of(folders, to, numbers))).sum(-1).mean()
         assert planner.divergence(numbers) == pytest.approx(float(expected), rel=1e-4)
     with torch.no_grad():
         torch.testing.assert_close(teacher(ROWS).logits.double().log_softmax(-1), exact)
 
 
-def test_the_layers_are_chosen_greedily(folders):
+def test_the_layers_are_chosen_greedily(one_pair):
     """The oracle tries every choice of which one step of the greedy search may come."""
-    plan = plan_student(folders / "teacher", folders / "student", ROWS, keep_softmax=2)
-    teacher, student = load(folders / "teacher"), attnzoo.speed_up(load(folders / "student"))
+    plan = plan_student(
+        one_pair / "teacher", one_pair / "student", ROWS, to="qwen3_5_text", keep_softmax=2
+    )
+    teacher, student = load(one_pair / "teacher"), attnzoo.speed_up(load(one_pair / "student"))
     planner = StudentPlanner(teacher, student, ROWS)
     pairs = {x: planner.divergence(x) for x in itertools.combinations(range(3), 2)}
     assert tuple(plan.recurrent) == min(pairs, key=pairs.get)
@@ -66,30 +85,32 @@ def test_the_layers_are_chosen_greedily(folders):
 
 
 @pytest.mark.parametrize("keep", [0, 4])
-def test_a_number_of_layers_that_the_run_cannot_give_is_refused(folders, keep):
+def test_a_number_of_layers_that_the_run_cannot_give_is_refused(one_pair, keep):
     with pytest.raises(ConfigError, match="keep at least 1 and at most 3 layers"):
-        plan_student(folders / "teacher", folders / "student", ROWS, keep_softmax=keep)
+        plan_student(
+            one_pair / "teacher", one_pair / "student", ROWS, to="qwen3_5_text", keep_softmax=keep
+        )
 
 
-def test_a_distilled_student_is_refused(folders, tmp_path):
-    student = load(folders / "student")
+def test_a_distilled_student_is_refused(one_pair, tmp_path):
+    student = load(one_pair / "student")
     with torch.no_grad():
-        student.model.layers[3].mlp.up_proj.weight.add_(1e-3)
+        student.model.layers[3].self_attn.o_proj.weight.add_(1e-3)
     student.save_pretrained(tmp_path)
-    hf.AutoTokenizer.from_pretrained(folders / "teacher").save_pretrained(tmp_path)
-    with pytest.raises(SpecError, match=r"layers\.3\.mlp\.up_proj\.weight, so its recurrent"):
-        plan_student(folders / "teacher", tmp_path, ROWS)
+    hf.AutoTokenizer.from_pretrained(one_pair / "teacher").save_pretrained(tmp_path)
+    with pytest.raises(SpecError, match=r"layers\.3\.self_attn\.o_proj\.weight, so its recurrent"):
+        plan_student(one_pair / "teacher", tmp_path, ROWS, **QWEN)
 
 
-def test_command(folders, text, tmp_path, attnzoo_command, capsys):
+def test_command(folders, to, text, tmp_path, attnzoo_command, capsys):
     """The plan converts without another option."""
     plan, out = tmp_path / "plan.json", tmp_path / "out"
-    run = ("--to", "qwen3_5_text", "--from", folders / "student", "--keep-softmax", 0.5)
+    run = ("--to", to, "--from", folders / "student", "--keep-softmax", 0.5)
     given = ("--data", text, "--length", 64, "--rows", 2)
     attnzoo_command("plan", folders / "teacher", *run, *given, "--out", plan)
     layers = json.loads(plan.read_text())["recurrent"]
     assert f"--plan {plan} --out STUDENT" in capsys.readouterr().out
-    convert = ("convert", folders / "teacher", "--to", "qwen3_5_text", "--plan", plan)
+    convert = ("convert", folders / "teacher", "--to", to, "--plan", plan)
     attnzoo_command(*convert, "--out", out)
     kinds = hf.AutoConfig.from_pretrained(out).layer_types
     assert [str(n) for n, x in enumerate(kinds) if x == "linear_attention"] == layers.split(",")
@@ -103,9 +124,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_options_that_do_not_apply_are_refused(folders, text, monkeypatch, capsys, name):
+def test_options_that_do_not_apply_are_refused(one_pair, text, monkeypatch, capsys, name):
     options, message = REFUSED[name]
-    command = ("plan", folders / "teacher", "--to", "qwen3_5_text", "--data", text, *options)
+    command = ("plan", one_pair / "teacher", "--to", "qwen3_5_text", "--data", text, *options)
     monkeypatch.setattr(sys, "argv", ["attnzoo", *map(str, command)])
     with pytest.raises(SystemExit, match="2"):
         main()
@@ -114,18 +135,25 @@ def test_options_that_do_not_apply_are_refused(folders, text, monkeypatch, capsy
 
 @pytest.fixture(autouse=True, scope="module")
 def torch_functions():
-    """Let stock layers run torch's functions where flash-linear-attention is installed."""
     with pytest.MonkeyPatch.context() as patch:
-        for rule in RULES:
-            if hasattr(modeling_qwen3_5, rule):
-                function = inspect.unwrap(getattr(modeling_qwen3_5, rule))
-                patch.setattr(modeling_qwen3_5, rule, function)
+        run_torch_functions(patch)
         yield
 
 
-def test_no_choice_of_layers_is_measured_twice(folders):
+def test_no_choice_of_layers_is_measured_twice(one_pair):
     steps = []
     plan_student(
-        folders / "teacher", folders / "student", ROWS, keep_softmax=3, on_step=steps.append
+        one_pair / "teacher",
+        one_pair / "student",
+        ROWS,
+        to="qwen3_5_text",
+        keep_softmax=3,
+        on_step=steps.append,
     )
     assert len(steps) == len(set(steps)) == 6  # each layer alone, and each pair
+
+
+def test_a_student_of_another_class_is_refused(pairs):
+    place = pairs["granitemoehybrid"]
+    with pytest.raises(SpecError, match="give --to granitemoehybrid"):
+        plan_student(place / "teacher", place / "student", ROWS, to="qwen3_5_text")

@@ -1,10 +1,11 @@
 """Run the recurrent layers of stock models on attnzoo's ops, on CPUs.
 
 Gated DeltaNet and KDA layers of transformers call functions of their module by name: the delta rule
-(as chunks, and token by token) and a causal convolution. A layer that is sped up has a ``forward``
-of its own: the code of its class, in which these names refer to attnzoo's functions. Neither the
-class nor the module changes. Lightning attention (MiniMax) has its sums inside ``forward``, which
-is written again here. Other letters: X channels.
+(as chunks, and token by token) and a causal convolution. Mamba-2 layers (Dao and Gu, 2024,
+arXiv:2405.21060) call a scan, which is linear attention with a decay per head and token. A layer
+that is sped up has a ``forward`` of its own: the code of its class, in which these names refer to
+attnzoo's functions. Neither the class nor the module changes. Lightning attention (MiniMax) has its
+sums inside ``forward``, which is written again here. Other letters: X channels.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from attnzoo.ops.linear.api import linear_attention
 from attnzoo.runtime.memory import empty_huge_pages
 
 M = TypeVar("M", bound=nn.Module)
+S = TypeVar("S", DeltaState, LinearState)
 
 RULES = (  # functions of the delta rule in transformers' modules, by name
     "torch_chunk_gated_delta_rule",
@@ -48,18 +50,21 @@ RULES = (  # functions of the delta rule in transformers' modules, by name
     "chunk_kimi_delta_attention",
     "recurrent_kimi_delta_attention",
 )
+SCAN = "mamba2_chunk_scan"  # of Mamba-2: everything between its convolution and its norm
+FUSED = "mamba2_split_conv1d_scan_combined"  # all of a layer, or None: the layer calls the parts
 CONVOLUTION = "causal_conv1d_fn"
 LIGHTNING = "MiniMaxLightningAttention"
 TOKENS = 128  # convolved at once, so that they stay in the cache
 
 
 def speed_up(model: M) -> M:
-    """Run a model's delta-rule and lightning layers on attnzoo's ops, on CPUs.
+    """Run a model's delta-rule, Mamba-2 and lightning layers on attnzoo's ops, on CPUs.
 
     The outputs and gradients equal those of the stock layers within float32 rounding, in prefill,
     decoding and training. Packed rows (``cu_seq_lens_q`` or ``seq_idx``), which the stock layers
     refuse on CPUs, work too. Weights, caches, config and saved files do not change; tensors on
-    other devices take the stock functions. ``attnzoo.restore`` undoes it.
+    other devices take the stock functions. Mamba-2 layers decode single tokens by the stock
+    function. ``attnzoo.restore`` undoes it.
 
     Args:
         model: A transformers model, or a wrapper of one.
@@ -139,15 +144,16 @@ def op_of_layer(layer_class: type[nn.Module]) -> str:
         return "linear"
     function = inspect.unwrap(layer_class.forward)
     names = getattr(getattr(function, "__code__", None), "co_names", ())
-    return "delta" if any(x in names and x in function.__globals__ for x in RULES) else ""
+    called = {x for x in (*RULES, SCAN) if x in names and x in function.__globals__}
+    return "linear" if SCAN in called else "delta" if called else ""
 
 
 def _no_layer(model: PreTrainedModel) -> str:
     kinds = [type(x).__name__ for x in model.modules()]
     found = sorted({x for x in kinds if "Attention" in x or "Mixer" in x or "Mamba" in x})
     return (
-        f"{type(model).__name__} has no Gated DeltaNet, KDA or lightning attention layer "
-        f"(Qwen3-Next, Qwen3.5, OLMo hybrid, Kimi Linear, MiniMax, ...); it has "
+        f"{type(model).__name__} has no Gated DeltaNet, KDA, Mamba-2 or lightning attention "
+        f"layer (Qwen3-Next, Qwen3.5, OLMo hybrid, Kimi Linear, Granite 4, MiniMax, ...); it has "
         f"{', '.join(found) or 'no attention layer'}. attnzoo.swap replaces softmax attention."
     )
 
@@ -184,14 +190,15 @@ class FastForward:
 
     def _make_function(self) -> Callable[..., Any]:
         stock = type(self.layer).forward
-        if self.op == "linear":
+        if type(self.layer).__name__ == LIGHTNING:
             return partial(self._lightning, stock)
         names = inspect.unwrap(stock).__globals__
-        replaced: dict[str, Any] = {
-            x: partial(self._delta_rule, names[x]) for x in RULES if x in names
+        ours = dict.fromkeys(RULES, self._delta_rule) | {
+            SCAN: self._scan,
+            FUSED: self._no_fused_layer,
+            CONVOLUTION: self._convolution,
         }
-        if CONVOLUTION in names:
-            replaced[CONVOLUTION] = partial(self._convolution, names[CONVOLUTION])
+        replaced = {x: partial(own, names[x]) for x, own in ours.items() if x in names}
         function: Callable[..., Any] = _with_globals(stock, replaced)
         return function
 
@@ -245,10 +252,7 @@ class FastForward:
         state = None if initial_state is None else DeltaState(initial_state.float())
         needs_count = state is not None or output_final_state
         packing = read_sequences(batch, tokens, kwargs, one_each=needs_count)
-        if packing is not None:  # all rows as one
-            inputs = tuple(x.reshape(1, batch * tokens, *x.shape[2:]) for x in inputs)
-            if state is not None:
-                state = packing[1].state_to_sequences(state, packing[0].count)
+        inputs, state = _as_one_row(inputs, state, packing)
         q, k, v, beta, log_decay = (_narrow(x).transpose(1, 2) for x in inputs)
         found = delta_attention(
             *(q, k, v, beta),
@@ -265,6 +269,98 @@ class FastForward:
             last = packing[1].state_to_rows(last, packing[0].count)
         out = found.out.transpose(1, 2).reshape(batch, tokens, *value.shape[2:])
         return out.to(dtype), last.kv if isinstance(last, DeltaState) else None
+
+    def _scan(
+        self,
+        stock: Callable[..., Any],
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        chunk_size: int,
+        D: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        initial_states: Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        return_final_states: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        r"""Compute the scan of Mamba-2 as transformers' function does, in float32.
+
+        .. math:: S_t = e^{dt_t A} S_{t-1} + dt_t B_t x_t^T, \quad y_t = C_t S_t + D x_t
+
+        Args:
+            stock: The function that this one replaces.
+            hidden_states: x, ``[B, T, H, E]``.
+            dt: Step sizes before ``dt_bias`` and the softplus, ``[B, T, H]``.
+            A: Rates of the decay, negative, ``[H]``.
+            B: ``[B, T, G, N]``, for groups of H / G heads.
+            C: ``[B, T, G, N]``.
+            chunk_size: Of the stock function.
+            D: ``[H]``.
+            dt_bias: ``[H]``.
+            initial_states: ``[B, H, E, N]``.
+            dt_softplus: Whether step sizes get a softplus.
+            dt_limit: Their least and greatest values.
+            return_final_states: Whether to return the states too.
+            kwargs: May contain the lengths of packed sequences. Unknown arguments are refused.
+        """
+        if hidden_states.device.type != "cpu":
+            self._record(ImplChoice("stock", f"the tensors are on {hidden_states.device.type}"))
+            options = {"D": D, "dt_bias": dt_bias, "initial_states": initial_states, **kwargs}
+            options |= {"dt_softplus": dt_softplus, "dt_limit": dt_limit}
+            options["return_final_states"] = return_final_states
+            return stock(hidden_states, dt, A, B, C, chunk_size, **options)
+        given = {name: x for name, x in kwargs.items() if name != "z" or x is not None}
+        seam.refuse_unknown_arguments(
+            "speed_up of the Mamba-2 scan", given, seam.IGNORED_RULE_ARGUMENTS
+        )
+        batch, tokens, heads = hidden_states.shape[:3]
+        dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+        dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit).float()
+        x = hidden_states.float()
+        groups = (t.float().repeat_interleave(heads // t.shape[2], 2) for t in (C, B))
+        inputs: tuple[Tensor, ...] = (*groups, x * dt[..., None], A.float() * dt)
+        state = None if initial_states is None else _scan_state(initial_states)
+        needs_count = state is not None or return_final_states
+        packing = read_sequences(batch, tokens, kwargs, one_each=needs_count)
+        inputs, state = _as_one_row(inputs, state, packing)
+        q, k, v, log_decay = (t.transpose(1, 2) for t in inputs)
+        found = linear_attention(
+            *(q, k, v),
+            sequences=None if packing is None else packing[0],
+            log_decay=log_decay,
+            state=state,
+            return_state=return_final_states,
+        )
+        self._record(found.impl)
+        out = found.out.transpose(1, 2).reshape(x.shape)
+        out = out if D is None else out + D[:, None] * x
+        if not return_final_states:
+            return out
+        last = found.state
+        if packing is not None:
+            last = packing[1].state_to_rows(last, packing[0].count)
+        assert isinstance(last, LinearState)
+        return out, last.kv.transpose(2, 3)
+
+    @staticmethod
+    def _no_fused_layer(
+        stock: Callable[..., Any], projected_states: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Return ``None`` on CPUs, for which no kernel computes a layer at once.
+
+        Args:
+            stock: The function that this one replaces.
+            projected_states: ``[B, T, X]``.
+            args: Other arguments of ``stock``.
+            kwargs: The same by name.
+        """
+        if projected_states.device.type == "cpu":
+            return None
+        return stock(projected_states, *args, **kwargs)
 
     def _convolution(
         self,
@@ -363,6 +459,24 @@ def _with_globals(function: Any, replaced: dict[str, Any]) -> Any:
     )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
+
+
+def _as_one_row(
+    inputs: tuple[Tensor, ...], state: S | None, packing: tuple[Sequences, RowLayout] | None
+) -> tuple[tuple[Tensor, ...], S | None]:
+    """Return tensors ``[B, T, ...]`` as one row of sequences, and the states of the sequences."""
+    if packing is None:
+        return inputs, state
+    inputs = tuple(x.reshape(1, -1, *x.shape[2:]) for x in inputs)
+    if state is not None:
+        state = packing[1].state_to_sequences(state, packing[0].count)
+    return inputs, state
+
+
+def _scan_state(initial_states: Tensor) -> LinearState:
+    """Return states of a scan, ``[B, H, E, N]``, as those of linear attention."""
+    kv = initial_states.float().transpose(2, 3)
+    return LinearState(kv, kv.new_zeros(kv.shape[:3]))
 
 
 def _narrow(x: Tensor) -> Tensor:

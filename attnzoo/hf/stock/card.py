@@ -8,7 +8,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from attnzoo.hf.stock.classes import ENGINES, stock_class
+from attnzoo.hf.stock.classes import ENGINES, stock_class, windowed_class
 
 KEPT = ("license", "license_name", "license_link", "language", "datasets")  # of the source's card
 FILE = "README.md"
@@ -17,7 +17,7 @@ EXPERIMENTAL = (
     "**Experimental.** The recurrent layers have starting values, and the model predicts badly "
     "until they are trained: `attnzoo recover NEW --teacher SOURCE`. Sliding windows of equal "
     "memory in the same layers need no training and may predict better: the results of that "
-    "command compare the two, and `attnzoo convert --to mellum` writes a model with windows.\n"
+    "command compare the two, and `attnzoo convert --to {}` writes a model with windows.\n"
 )
 Layer = int | str | None  # window in tokens, RECURRENT, or None for all keys
 
@@ -49,31 +49,31 @@ def card(config: Any, layers: Sequence[Layer], source: str, source_card: str = "
         f"# {source}, converted to {name}\n",
         f"Written by `attnzoo convert --to {config.model_type}`, which copied all weights and "
         "trained nothing. The model runs without attnzoo.\n",
-        _layers(layers) + "\n",
+        _layers(layers, stock_class(config.model_type).recurrent) + "\n",
     ]
     if RECURRENT in layers:
-        parts.append(EXPERIMENTAL)
+        parts.append(EXPERIMENTAL.format(windowed_class(config.model_type)))
     if any(isinstance(x, int) for x in layers):
         parts.append(_engines(config.model_type))
     return "\n".join(parts)
 
 
-def _layers(kinds: Sequence[Layer]) -> str:
+def _layers(kinds: Sequence[Layer], recurrent: str) -> str:
     """Return the attention of the layers, neighbours with the same one on one line."""
     lines = ["| layers | attention |", "|---|---|"]
     first = 0
     for number, kind in enumerate(kinds):
         if number + 1 == len(kinds) or kinds[number + 1] != kind:
             layers = str(first) if first == number else f"{first}-{number}"
-            lines.append(f"| {layers} | {_text(kind)} |")
+            lines.append(f"| {layers} | {_text(kind, recurrent)} |")
             first = number + 1
     return "\n".join(lines)
 
 
-def _text(kind: Layer) -> str:
+def _text(kind: Layer, recurrent: str) -> str:
     if kind is None:
         return "all keys"
-    return "Gated DeltaNet, a state" if kind == RECURRENT else f"the latest {kind} keys"
+    return f"{recurrent}, a state" if kind == RECURRENT else f"the latest {kind} keys"
 
 
 def _engines(family: str) -> str:

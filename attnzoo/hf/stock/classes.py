@@ -35,7 +35,7 @@ class StockClass:
         takes: The other families whose weights it can hold.
         needs_windows: Whether it takes only models with a window; others are faster in a class
             without (``mellum``), and llama.cpp aborts (``granite_swa``).
-        recurrent: Whether layers can be Gated DeltaNet.
+        recurrent: Name of its recurrent layers, which layers can become; ``""`` if it has none.
         engines: What the engines of ``ENGINES`` do with its windows, by the engine's name.
     """
 
@@ -43,7 +43,7 @@ class StockClass:
     windows: Windows
     takes: frozenset[str] = frozenset()
     needs_windows: bool = False
-    recurrent: bool = False
+    recurrent: str = ""
     engines: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -95,7 +95,13 @@ STOCK_CLASSES = {
             family="qwen3_5_text",
             windows=Windows.NONE,
             takes=frozenset({"qwen3"}),
-            recurrent=True,
+            recurrent="Gated DeltaNet",
+        ),
+        StockClass(
+            family="granitemoehybrid",
+            windows=Windows.NONE,
+            takes=_LLAMAS,
+            recurrent="Mamba-2",
         ),
         StockClass(family="gemma2", windows=Windows.SOME),
         StockClass(family="gemma3_text", windows=Windows.SAME),
@@ -119,3 +125,13 @@ def classes_for(family: str) -> list[StockClass]:
     """Return the classes that can hold the weights of a family, its own one first."""
     others = (x for x in STOCK_CLASSES.values() if family in x.takes)
     return [stock_class(family), *others]
+
+
+def windowed_class(family: str) -> str:
+    """Return a class with windows that holds the models which a recurrent class takes.
+
+    Args:
+        family: The family of the recurrent class.
+    """
+    takes = stock_class(family).takes
+    return next(x.family for x in STOCK_CLASSES.values() if x.needs_windows and x.takes & takes)

@@ -26,13 +26,12 @@ from attnzoo.hf.stock.classes import (
     classes_for,
     stock_class,
 )
+from attnzoo.hf.stock.layer_inputs import measure_layers, sample_tokens
 from attnzoo.hf.stock.layer_windows import layer_windows
 from attnzoo.hf.stock.recurrent import (
-    measure_layers,
     parse_recurrent,
     recurrent_layers,
     replaced_outputs,
-    sample_tokens,
     student_weights,
 )
 from attnzoo.hf.stock.tokens import require_same_tokens
@@ -63,9 +62,10 @@ def convert(
         to: The family of the class, ``config.model_type``: the model's own one, or one that can
             hold its weights, such as ``"qwen2"`` for a Llama; docs/serving.md has the table.
         plan: The attention of each layer; the model is swapped to it first.
-        recurrent: Layers that become Gated DeltaNet in a class that has such layers, such as
-            ``"1-2"``. They do not compute softmax: they get starting values, and the model is a
-            student to be trained by ``attnzoo recover NEW --teacher DIR``. Experimental.
+        recurrent: Layers that become recurrent in a class that has such layers, such as ``"1-2"``:
+            Gated DeltaNet in ``"qwen3_5_text"``, Mamba-2 in ``"granitemoehybrid"``. They do not
+            compute softmax: they get starting values, and the model is a student to be trained by
+            ``attnzoo recover NEW --teacher DIR``. Experimental.
 
     Raises:
         UnsupportedError: The class cannot hold the attention of a layer or the weights, or has no
@@ -84,7 +84,7 @@ def convert(
     family = model.config.model_type
     target = stock_class(to)
     numbers = [] if recurrent is None else parse_recurrent(recurrent, model.config)
-    _require_class(model, target, windows)
+    _require_class(model, target, windows, is_student=bool(numbers))
     if numbers:
         _require_recurrent(target, family)
     same = to == family
@@ -98,7 +98,7 @@ def convert(
             with _softmax(model):
                 tokens = sample_tokens(model) if numbers else None
                 inputs = measure_layers(model, numbers, tokens)
-            state = student_weights(state, model.config, inputs)
+            state = student_weights(state, model.config, to, inputs)
         else:
             state = other_weights(state, to, config)
         converted = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
@@ -189,7 +189,9 @@ def _is_causal_lm(model: PreTrainedModel) -> bool:
     return type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
-def _require_class(model: PreTrainedModel, target: StockClass, windows: list[int | None]) -> None:
+def _require_class(
+    model: PreTrainedModel, target: StockClass, windows: list[int | None], *, is_student: bool
+) -> None:
     """Raise if a class cannot hold the weights of a model, or its windows."""
     family = model.config.model_type
     reason = ""
@@ -201,11 +203,13 @@ def _require_class(model: PreTrainedModel, target: StockClass, windows: list[int
         reason = _window_reason(target, model, windows)
     if not reason:
         return
-    others = [
-        x.family
+    able = [
+        x
         for x in classes_for(family)
         if x.family != target.family and not _window_reason(x, model, windows)
     ]
+    recurrent = [x for x in able if x.recurrent]
+    others = [x.family for x in (recurrent if is_student and recurrent else able)]
     if others and _is_causal_lm(model):
         advice = f"Classes that can: {', '.join(others)}"
     else:

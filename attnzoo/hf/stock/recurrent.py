@@ -1,75 +1,71 @@
-r"""Students of stock classes: recurrent layers in place of softmax attention, to be trained.
+"""Students of stock classes: recurrent layers in place of softmax attention, to be trained.
 
-``qwen3_5_text`` (Qwen 3.5) has full softmax layers and Gated DeltaNet layers. From ``qwen3``:
-
-| tensor of ``qwen3_5_text`` | from ``qwen3`` |
-|---|---|
-| norm weights | w - 1, because the class multiplies by 1 + its weight |
-| ``q_proj`` | the rows of each head, then as many zeros: the output gate is sigmoid(0) = 1/2 |
-| ``o_proj`` | twice the weight, for that gate |
-| all others of full layers | the same |
-
-so full layers are exact. A recurrent layer computes, for each head,
-
-.. math:: S_t = e^{g_t} S_{t-1} (I - \beta_t k_t k_t^T) + \beta_t v_t k_t^T, \quad o_t = S_t q_t,
-
-with queries, keys and values after a short convolution and SiLU, the first two normalised. Its
-output is not that of softmax; it gets these starting values, from which training recovers quality:
-
-| tensor of a recurrent layer | starting value |
-|---|---|
-| heads | two for each query head, one with each sign: SiLU keeps the positive features |
-| queries, keys | w and -w, a head's weights times those of its norm |
-| values | w, scaled into the linear part of SiLU; heads are normalised afterwards |
-| convolution | the token itself |
-| decay per token | :data:`SLOWEST` to :data:`FASTEST`, spread over the heads |
-| write strength | 1/2 |
-| gate z | as constant as a projection without bias can be: SiLU(z) is about 1 |
-| output | that of softmax for both heads, times half of the size that heads have after softmax |
-
-Heads have the size of the teacher's for keys and values alike, which llama.cpp requires.
-
-Sizes are measured on :data:`CALIBRATION` tokens of text that the model samples itself. Gated
-DeltaNet: Yang et al., 2024, arXiv:2412.06464. Letters: H query heads, D their size, M hidden size,
-N tokens.
+:data:`CLASSES` is the table of the classes that have such layers. A module for each says how full
+layers move, which are exact, and which starting values recurrent layers get, whose output is not
+that of softmax. Sizes are measured on text that the model samples itself
+(:mod:`attnzoo.hf.stock.layer_inputs`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from attnzoo.errors import SpecError, UnsupportedError
-from attnzoo.hf import seam
+from attnzoo.errors import SpecError
+from attnzoo.hf.stock import gated_delta_net, mamba2
+from attnzoo.hf.stock.layer_inputs import LayerInputs, part_name
+from attnzoo.hf.stock.starting_values import RECURRENT
 from attnzoo.spec import parse_layers
 
-RECURRENT = "linear_attention"  # transformers' name in layer_types
-CLASS = "qwen3_5_text"
-SLOWEST, FASTEST = 1 / 512, 1 / 4
-CALIBRATION = (8, 64)  # rows, tokens
-SILU_ONE = 1.2784645427610738  # SiLU of it is 1
-VALUE_SIZE = 0.3  # root mean square of the values that SiLU gets
-CONVOLUTION = 4  # taps, as in the published models
-SIGNS = 2  # recurrent heads for each query head
 
-
-class LayerInputs(NamedTuple):
-    """What an attention layer of the source gets and computes on some tokens.
+@dataclass(frozen=True, kw_only=True)
+class RecurrentClass:
+    """How a stock class with recurrent layers holds a softmax model of another family.
 
     Attributes:
-        hidden: Its input, ``[N, M]``.
-        heads: The outputs of its heads, which ``o_proj`` gets, ``[N, H * D]``.
-        out: Its output, ``[B, T, M]``.
+        part: Name of the recurrent layer within a decoder layer.
+        config_fields: Returns the fields of the config that are not those of the source, from its
+            config and the numbers of the recurrent layers; refuses what the class has not.
+        softmax_weights: Returns the weights of full layers and of everything outside of attention,
+            from those of the source and its config.
+        starting_values: Returns the weights of a recurrent layer in float32, from those of the
+            softmax layer, its config, and measurements.
+        state_bytes: Returns the memory of a recurrent layer, from the student's config and the
+            bytes of a number of its data type.
+        masks_documents: Whether full layers separate the documents of a packed row by the
+            positions.
     """
 
-    hidden: Tensor
-    heads: Tensor
-    out: Tensor
+    part: str
+    config_fields: Callable[[Any, Sequence[int]], dict[str, Any]]
+    softmax_weights: Callable[[Mapping[str, Tensor], Any], dict[str, Tensor]]
+    starting_values: Callable[[Mapping[str, Tensor], Any, LayerInputs], dict[str, Tensor]]
+    state_bytes: Callable[[Any, int], int]
+    masks_documents: bool = True
+
+
+CLASSES = {
+    gated_delta_net.FAMILY: RecurrentClass(
+        part="linear_attn",
+        config_fields=gated_delta_net.config_fields,
+        softmax_weights=gated_delta_net.softmax_weights,
+        starting_values=gated_delta_net.starting_values,
+        state_bytes=gated_delta_net.state_bytes,
+    ),
+    mamba2.FAMILY: RecurrentClass(
+        part="mamba",
+        config_fields=mamba2.config_fields,
+        softmax_weights=mamba2.softmax_weights,
+        starting_values=mamba2.starting_values,
+        state_bytes=mamba2.state_bytes,
+        masks_documents=False,
+    ),
+}
 
 
 def recurrent_numbers(config: Any) -> list[int]:
@@ -81,18 +77,10 @@ def recurrent_numbers(config: Any) -> list[int]:
 def recurrent_layers(model: nn.Module) -> dict[int, nn.Module]:
     """Return the recurrent layers of a student by number; empty for other classes."""
     config: Any = model.config
-    if config.model_type != CLASS:
+    entry = CLASSES.get(config.model_type)
+    if entry is None:
         return {}
-    return {n: model.get_submodule(_name(n, "linear_attn")) for n in recurrent_numbers(config)}
-
-
-def softmax_layer(model: nn.Module, number: int) -> nn.Module:
-    """Return an attention layer of the model that a student is converted from."""
-    return model.get_submodule(_name(number, "self_attn"))
-
-
-def _name(number: int, part: str) -> str:
-    return f"model.layers.{number}.{part}"
+    return {n: model.get_submodule(part_name(n, entry.part)) for n in recurrent_numbers(config)}
 
 
 def parse_recurrent(layers: str, config: Any) -> list[int]:
@@ -102,7 +90,7 @@ def parse_recurrent(layers: str, config: Any) -> list[int]:
         SpecError: A layer does not exist, or no layer would keep softmax.
     """
     numbers = sorted(set(parse_layers(layers)))
-    count = _depth(config)
+    count = int(config.num_hidden_layers)
     if numbers[-1] >= count:
         raise SpecError(f"recurrent={layers!r} names layer {numbers[-1]}, but there are {count}")
     if len(numbers) == count:
@@ -113,219 +101,32 @@ def parse_recurrent(layers: str, config: Any) -> list[int]:
     return numbers
 
 
-def student_config(source: Any, recurrent: Sequence[int]) -> dict[str, Any]:
-    """Return the fields of a Qwen 3.5 config that those of a Qwen 3 do not give.
-
-    Raises:
-        UnsupportedError: The source has positions or biases that the class has not.
-    """
-    rope = dict(source.rope_parameters)
-    if rope.get("rope_type", "default") != "default":
-        raise UnsupportedError(
-            f"This {source.model_type} has RoPE of type {rope['rope_type']!r}, which engines do "
-            f"not read from a {CLASS}; convert it to qwen3"
-        )
-    if recurrent and source.attention_bias:
-        raise UnsupportedError(
-            f"This {source.model_type} has attention_bias, which recurrent layers of {CLASS} have "
-            "not; convert it without recurrent layers"
-        )
-    if recurrent and source.hidden_act != "silu":
-        raise UnsupportedError(
-            f"This {source.model_type} has hidden_act={source.hidden_act!r}, which {CLASS} would "
-            "use in its recurrent layers too, where engines compute silu; convert it without "
-            "recurrent layers"
-        )
-    heads, half = source.num_attention_heads, source.head_dim // 2
-    third = half // 3  # positions of text are the same in all three sections
-    kinds = [RECURRENT if n in recurrent else "full_attention" for n in range(_depth(source))]
-    fields = {"full_attention_interval": period} if (period := _period(kinds)) else {}
-    return fields | {
-        "attention_bias": source.attention_bias,
-        "layer_types": kinds,
-        "linear_conv_kernel_dim": CONVOLUTION,
-        "linear_key_head_dim": source.head_dim,
-        "linear_value_head_dim": source.head_dim,
-        "linear_num_key_heads": SIGNS * heads,
-        "linear_num_value_heads": SIGNS * heads,
-        "rope_parameters": rope
-        | {
-            "partial_rotary_factor": 1.0,
-            "mrope_interleaved": True,
-            "mrope_section": [half - 2 * third, third, third],
-        },
-    }
-
-
-def _period(kinds: Sequence[str]) -> int | None:
-    """Return n if every n-th layer is the full one, which is what llama.cpp reads; else None."""
-    full = [number for number, kind in enumerate(kinds, 1) if kind != RECURRENT]
-    is_period = full == list(range(full[0], len(kinds) + 1, full[0]))
-    return full[0] if is_period else None
-
-
-def _depth(config: Any) -> int:
-    return int(config.num_hidden_layers)
-
-
+@torch.no_grad()
 def student_weights(
-    state: Mapping[str, Tensor], source: Any, inputs: Mapping[int, LayerInputs]
+    state: Mapping[str, Tensor], source: Any, family: str, inputs: Mapping[int, LayerInputs]
 ) -> dict[str, Tensor]:
-    """Return the weights of a Qwen 3.5 from those of a Qwen 3.
+    """Return the weights of a student from those of its source.
 
     Args:
         state: The weights of the source by name.
         source: Its config.
+        family: The family of the student.
         inputs: Measurements of the layers that become recurrent, by number.
 
     Raises:
-        UnsupportedError: A norm weight has too few bits to be stored as w - 1.
+        UnsupportedError: The class cannot store a weight.
     """
-    found: dict[str, Tensor] = {}
-    for name, weight in state.items():
-        layer, is_attention, part = name.partition(".self_attn.")
-        if is_attention and int(layer.rpartition(".")[2]) in inputs:
-            continue
-        if name.endswith("norm.weight"):
-            weight = _minus_one(name, weight)
-        elif part.startswith("q_proj."):
-            heads = weight.unflatten(0, (source.num_attention_heads, -1))
-            weight = torch.cat([heads, torch.zeros_like(heads)], 1).flatten(0, 1)
-        elif part == "o_proj.weight":
-            weight = weight * 2
-        found[name] = weight
-    for number, measured in inputs.items():
-        prefix = _name(number, "self_attn")
-        own = {k.removeprefix(f"{prefix}."): x for k, x in state.items() if k.startswith(prefix)}
-        tensors = _recurrent_weights(own, source, measured)
-        found |= {f"{_name(number, 'linear_attn')}.{k}": x for k, x in tensors.items()}
+    entry = CLASSES[family]
+    replaced = tuple(f"{part_name(number, 'self_attn')}." for number in inputs)
+    kept = {name: x for name, x in state.items() if not name.startswith(replaced)}
+    found = entry.softmax_weights(kept, source)
+    for prefix, (number, measured) in zip(replaced, inputs.items(), strict=True):
+        own = {k.removeprefix(prefix): x for k, x in state.items() if k.startswith(prefix)}
+        dtype = own["q_proj.weight"].dtype
+        own = {name: x.float() for name, x in own.items()}
+        for name, x in entry.starting_values(own, source, measured).items():
+            found[f"{part_name(number, entry.part)}.{name}"] = x.to(dtype).contiguous()
     return found
-
-
-def _minus_one(name: str, weight: Tensor) -> Tensor:
-    """Return w - 1 in the dtype of a norm weight; exact in float32 from 1/2."""
-    stored = (weight.double() - 1).to(weight.dtype)
-    if weight.dtype != torch.float32 and not torch.equal(1 + stored.float(), weight.float()):
-        raise UnsupportedError(
-            f"{CLASS} stores norm weights as w - 1, for which {weight.dtype} has too few bits in "
-            f"{name}; load and save the model in float32 first: "
-            "from_pretrained(..., dtype=torch.float32)"
-        )
-    return stored
-
-
-@torch.no_grad()
-def _recurrent_weights(
-    own: Mapping[str, Tensor], source: Any, measured: LayerInputs
-) -> dict[str, Tensor]:
-    """Return the starting values of a recurrent layer, by name within the layer.
-
-    Args:
-        own: The weights of the softmax layer, by name within it.
-        source: The config of its model.
-        measured: Its inputs and outputs.
-    """
-    heads, dim = source.num_attention_heads, source.head_dim
-    groups = heads // source.num_key_value_heads
-    weights = {k: x.float() for k, x in own.items()}
-    dtype = own["q_proj.weight"].dtype
-    hidden = measured.hidden.float()
-
-    def mirrored(part: str, repeats: int) -> Tensor:
-        w = weights[f"{part}_proj.weight"].unflatten(0, (-1, dim))
-        w = (w * weights[f"{part}_norm.weight"][:, None]).repeat_interleave(repeats, 0)
-        # the class normalises queries and keys: their size only places them on SiLU
-        w = w / (w @ hidden.T).square().mean((1, 2)).sqrt()[:, None, None]
-        return torch.stack([w, -w], 1).flatten(0, 2)
-
-    v = weights["v_proj.weight"].unflatten(0, (-1, dim)).repeat_interleave(SIGNS * groups, 0)
-    v = v * (VALUE_SIZE / (v @ hidden.T).square().mean((1, 2)).sqrt())[:, None, None]
-    qkv = torch.cat([mirrored("q", 1), mirrored("k", groups), v.flatten(0, 1)])
-    taps = torch.zeros(len(qkv), 1, CONVOLUTION, device=qkv.device)
-    taps[..., -1] = 1  # the last one is the token itself
-    spread = torch.linspace(0, 1, SIGNS * heads, device=qkv.device)
-    rates = SLOWEST * (FASTEST / SLOWEST) ** spread
-    size = measured.heads.float().unflatten(-1, (heads, dim)).square().mean((0, 2)).sqrt()
-    out = weights["o_proj.weight"].unflatten(1, (heads, dim)) * (size / SIGNS)[:, None]
-    none = qkv.new_zeros(SIGNS * heads, hidden.shape[1])
-    found = {
-        "in_proj_qkv.weight": qkv,
-        "in_proj_z.weight": _constant(hidden, SILU_ONE).expand(SIGNS * heads * dim, -1),
-        "in_proj_a.weight": none,
-        "in_proj_b.weight": none.clone(),
-        "conv1d.weight": taps,
-        "A_log": qkv.new_zeros(SIGNS * heads),
-        "dt_bias": rates.expm1().log(),  # softplus of it is the rate
-        "norm.weight": qkv.new_ones(dim),
-        "out_proj.weight": out.repeat_interleave(SIGNS, 1).flatten(1),
-    }
-    return {name: x.to(dtype).contiguous() for name, x in found.items()}
-
-
-def _constant(hidden: Tensor, value: float) -> Tensor:
-    """Return the projection whose outputs are closest to a constant, ``[1, M]`` (ridge)."""
-    x = hidden.double()
-    ridge = 1e-3 * len(x) * x.square().mean()
-    gram = x.T @ x + ridge * torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
-    weights: Tensor = torch.linalg.solve(gram, x.sum(0) * value)
-    return weights[None].float()
-
-
-@torch.no_grad()
-def measure_layers(
-    model: PreTrainedModel, numbers: Sequence[int], tokens: Tensor | None
-) -> dict[int, LayerInputs]:
-    """Return what some layers of a softmax model get and compute.
-
-    Args:
-        model: The model in evaluation mode.
-        numbers: The layers.
-        tokens: Token ids, ``[B, T]``; they are needed only if there are layers.
-    """
-    if not numbers:
-        return {}
-    found: dict[int, LayerInputs] = {}
-    heads: dict[int, Tensor] = {}
-    handles = []
-    for number in numbers:
-        layer: Any = softmax_layer(model, number)
-
-        def keep(layer: Any, args: Any, kwargs: Any, output: Any, number: int = number) -> None:
-            hidden = args[0] if args else kwargs["hidden_states"]
-            found[number] = LayerInputs(hidden.flatten(0, 1), heads[number], output[0])
-
-        def keep_heads(layer: Any, args: Any, number: int = number) -> None:
-            heads[number] = args[0].flatten(0, 1)
-
-        handles.append(layer.o_proj.register_forward_pre_hook(keep_heads))
-        handles.append(layer.register_forward_hook(keep, with_kwargs=True))
-    try:
-        model(input_ids=tokens, use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found
-
-
-@torch.no_grad()
-def sample_tokens(model: PreTrainedModel) -> Tensor:
-    """Return text that a model samples itself from random first tokens, always the same one.
-
-    Returns:
-        Token ids, of the shape :data:`CALIBRATION`.
-    """
-    rows, length = CALIBRATION
-    generator = torch.Generator().manual_seed(0)
-    size = model.config.get_text_config().vocab_size
-    tokens = torch.randint(size, (rows, 1), generator=generator).to(model.device)
-    cache: dict[str, Any] = {}
-    for _ in range(length - 1):
-        output = model(input_ids=tokens[:, -1:], use_cache=True, **cache)
-        cache = seam.cache_argument(seam.output_cache(output))
-        probabilities = output.logits[:, -1].float().softmax(-1).cpu()
-        following = torch.multinomial(probabilities, 1, generator=generator)
-        tokens = torch.cat([tokens, following.to(tokens.device)], 1)
-    return tokens
 
 
 @contextmanager

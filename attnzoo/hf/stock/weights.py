@@ -7,7 +7,8 @@ The table of tensors, for what is not copied under its name:
 | `llama`, `mistral`, `ministral` | each other | same fields | same tensors |
 | `qwen2` | the above | | biases of queries, keys and values are 0 |
 | `granite_swa` | the above, `qwen2` | multipliers 1, scores times head_dim^-1/2 | sinks with weight 0; the bias of the output of `qwen2` is 0 |
-| `qwen3_5_text` | `qwen3` | see :mod:`attnzoo.hf.stock.recurrent` | the same |
+| `qwen3_5_text` | `qwen3` | see :mod:`attnzoo.hf.stock.gated_delta_net` | the same |
+| `granitemoehybrid` | `llama`, `mistral`, `ministral` | see :mod:`attnzoo.hf.stock.mamba2` | the same |
 | `mellum` | `qwen3` | one expert for all tokens, the same RoPE for both kinds of layers | the MLP is that expert, whose routing weight is 1; `lm_head` has its own copy of tied weights, which llama.cpp requires |
 """  # noqa: E501
 
@@ -22,7 +23,7 @@ from transformers import AutoConfig
 
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf.stock.classes import Windows, stock_class
-from attnzoo.hf.stock.recurrent import student_config
+from attnzoo.hf.stock.recurrent import CLASSES
 
 _SHARED = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "hidden_act"),
@@ -48,8 +49,10 @@ def other_config(source: Any, family: str, recurrent: Sequence[int] = ()) -> Any
     """
     options = {name: getattr(source, name) for name in _SHARED if hasattr(source, name)}
     options |= {"dtype": source.dtype, "head_dim": _head_dim(source)}
-    if stock_class(family).recurrent:
-        return AutoConfig.for_model(family, **options | student_config(source, recurrent))
+    if family in CLASSES:
+        return AutoConfig.for_model(
+            family, **options | CLASSES[family].config_fields(source, recurrent)
+        )
     biases = {name: bool(getattr(source, name, False)) for name in _BIASES}
     if source.model_type == "qwen2":
         biases["attention_bias"] = True

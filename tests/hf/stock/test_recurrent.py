@@ -1,8 +1,9 @@
-"""Students of stock classes: full layers bit for bit, recurrent layers against our delta rule."""
+"""Students of stock classes: full layers bit for bit, recurrent layers against formulas."""
 
 import copy
 import inspect
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,9 +15,12 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 import attnzoo
 from attnzoo.errors import SpecError, UnsupportedError
 from attnzoo.hf.models.speed_up import RULES
-from attnzoo.hf.stock import recurrent
+from attnzoo.hf.stock import layer_inputs, mamba2, recurrent
+from attnzoo.hf.stock.classes import STOCK_CLASSES
 from attnzoo.hf.stock.convert import convert_files
 from attnzoo.ops.delta.api import delta_attention
+from tests.byte_tokenizer import save_byte_tokenizer
+from tests.helpers import add_noise
 from tests.hf.stock.test_convert import (
     SOME,
     TOKENS,
@@ -28,6 +32,14 @@ from tests.hf.stock.test_convert import (
 )
 
 CLASS = "qwen3_5_text"
+GRANITE = "granitemoehybrid"
+SOURCES = {CLASS: "qwen3", GRANITE: "llama"}
+NAMES = {CLASS: "Qwen3_5ForCausalLM", GRANITE: "GraniteMoeHybridForCausalLM"}
+both = pytest.mark.parametrize("to", SOURCES)
+
+
+def test_the_table_of_classes_names_those_with_recurrent_layers():
+    assert {x.family for x in STOCK_CLASSES.values() if x.recurrent} == set(recurrent.CLASSES)
 
 
 @pytest.fixture(autouse=True)
@@ -39,9 +51,11 @@ def torch_functions(monkeypatch):
             monkeypatch.setattr(modeling_qwen3_5, rule, function)
 
 
-def test_full_layers_move_bit_for_bit():
-    model = model_of("qwen3", attention_bias=True)
-    student = attnzoo.convert(model, CLASS)
+@both
+@pytest.mark.parametrize("tied", [True, False])
+def test_full_layers_move_bit_for_bit(to, tied):
+    model = model_of(SOURCES[to], attention_bias=True, tie_word_embeddings=tied)
+    student = attnzoo.convert(model, to)
     assert student.config.layer_types == ["full_attention"] * 3
     assert torch.equal(logits(student), logits(model))
 
@@ -71,18 +85,49 @@ def delta_rule(layer, hidden):
     return (out * w["norm.weight"] * gate).flatten(2) @ w["out_proj.weight"].T
 
 
-def test_recurrent_layers_compute_our_delta_rule():
-    student = attnzoo.convert(model_of("qwen3"), CLASS, recurrent="1-2")
+def state_space(layer, hidden):
+    """Return the output of a Mamba-2 layer in float64, by the dense form of arXiv:2405.21060."""
+    w = {name: x.double() for name, x in layer.state_dict().items()}
+    hidden, length = hidden.double(), hidden.shape[1]
+    heads, groups, state = layer.num_heads, layer.n_groups, layer.ssm_state_size
+    inner = heads * layer.head_dim
+    gate, mixed, dt = (hidden @ w["in_proj.weight"].T).split([inner, layer.conv_dim, heads], 2)
+    mixed, taps = F.pad(mixed, (0, 0, 3, 0)), w["conv1d.weight"][:, 0]
+    mixed = sum(mixed[:, i : i + length] * taps[:, i] for i in range(4)) + w["conv1d.bias"]
+    x, b, c = F.silu(mixed).split([inner, groups * state, groups * state], 2)
+    x = x.unflatten(2, (heads, -1))
+    b, c = (t.unflatten(2, (groups, -1)).repeat_interleave(heads // groups, 2) for t in (b, c))
+    dt = F.softplus(dt + w["dt_bias"])
+    total = (-w["A_log"].exp() * dt).cumsum(1)
+    weights = (total[:, :, None] - total[:, None]).exp()  # of source token j for token i
+    weights = weights * torch.einsum("bihn,bjhn->bijh", c, b) * dt[:, None]
+    weights = weights * torch.ones(length, length).tril()[:, :, None]
+    y = torch.einsum("bijh,bjhp->bihp", weights, x) + w["D"][:, None] * x
+    y = (y.flatten(2) * F.silu(gate)).unflatten(2, (groups, -1))
+    y = y * (y.square().mean(3, keepdim=True) + layer.layer_norm_epsilon).rsqrt()
+    return (y.flatten(2) * w["norm.weight"]) @ w["out_proj.weight"].T
+
+
+FORMULAS = {CLASS: delta_rule, GRANITE: state_space}
+
+
+@both
+@pytest.mark.parametrize("fast", [False, True])
+def test_recurrent_layers_compute_the_formula_of_their_class(to, fast):
+    student = attnzoo.convert(model_of(SOURCES[to]), to, recurrent="1-2")
     assert student.config.layer_types == ["full_attention", *["linear_attention"] * 2]
-    expected = logits(student)
+    layers = recurrent.recurrent_layers(student).values()
+    for layer in layers:
+        add_noise(layer, 0.1)  # many starting values are 0
+    expected = logits(attnzoo.speed_up(student) if fast else student)
     errors = []
-    for layer in recurrent.recurrent_layers(student).values():
 
-        def hook(layer, args, kwargs, output):
-            exact = delta_rule(layer, kwargs["hidden_states"])
-            errors.append((output - exact).abs().max().item() / exact.abs().max().item())
-            return exact.to(output.dtype)
+    def hook(layer, args, kwargs, output):
+        exact = FORMULAS[to](layer, kwargs["hidden_states"])
+        errors.append((output - exact).abs().max().item() / exact.abs().max().item())
+        return exact.to(output.dtype)
 
+    for layer in layers:
         layer.register_forward_hook(hook, with_kwargs=True)
     found = logits(student)
     assert len(errors) == 2
@@ -91,14 +136,31 @@ def test_recurrent_layers_compute_our_delta_rule():
     assert torch.equal(found.argmax(-1), expected.argmax(-1))
 
 
-def test_softmax_layers_of_a_student_are_those_of_the_model():
+@both
+def test_softmax_layers_of_a_student_are_those_of_the_model(to):
     """With softmax's outputs in place of those of the recurrent layers, logits are equal."""
-    model = model_of("qwen3")
-    student = attnzoo.convert(model, CLASS, recurrent="0,2")
-    inputs = recurrent.measure_layers(model, [0, 2], TOKENS)
+    model = model_of(SOURCES[to])
+    student = attnzoo.convert(model, to, recurrent="0,2")
+    inputs = layer_inputs.measure_layers(model, [0, 2], TOKENS)
     with recurrent.replaced_outputs(student, inputs):
         assert torch.equal(logits(student), logits(model))
     assert not torch.equal(logits(student), logits(model))
+
+
+@both
+def test_a_student_whose_full_layers_differ_is_refused(to, monkeypatch):
+    entry = recurrent.CLASSES[to]
+
+    def halved(state, source):
+        found = entry.softmax_weights(state, source)
+        return {
+            name: x / 2 if "down_proj" in name or "output_linear" in name else x
+            for name, x in found.items()
+        }
+
+    monkeypatch.setitem(recurrent.CLASSES, to, replace(entry, softmax_weights=halved))
+    with pytest.raises(UnsupportedError, match="computes other logits"):
+        attnzoo.convert(model_of(SOURCES[to]), to, recurrent="1")
 
 
 def test_starting_values():
@@ -111,10 +173,10 @@ def test_starting_values():
     rates = layer.A_log.exp() * F.softplus(layer.dt_bias)
     torch.testing.assert_close(rates[[0, -1]], torch.tensor([1 / 512, 1 / 4]))
     assert (rates.diff() > 0).all()
-    tokens = recurrent.sample_tokens(model)
-    assert tokens.shape == recurrent.CALIBRATION
-    assert torch.equal(tokens, recurrent.sample_tokens(model))
-    measured = recurrent.measure_layers(model, [1], tokens)[1]
+    tokens = layer_inputs.sample_tokens(model)
+    assert tokens.shape == layer_inputs.CALIBRATION
+    assert torch.equal(tokens, layer_inputs.sample_tokens(model))
+    measured = layer_inputs.measure_layers(model, [1], tokens)[1]
     with torch.no_grad():
         gate = F.silu(layer.in_proj_z(measured.hidden))
         out = layer(measured.hidden.view(*tokens.shape, -1))
@@ -128,10 +190,52 @@ def test_starting_values():
     assert 0.5 < sizes[0] / sizes[1] < 2
 
 
+def test_starting_values_of_mamba2():
+    """Heads come in pairs with both signs, whose difference is linear; decays are spread."""
+    model = model_of("llama")
+    student = attnzoo.convert(model, GRANITE, recurrent="1")
+    layer, config = recurrent.recurrent_layers(student)[1], student.config
+    assert (config.mamba_n_heads, config.mamba_n_groups) == (8, 8)
+    assert (config.mamba_d_head, config.mamba_d_state, config.mamba_expand) == (8, 8, 2)
+    rates = layer.A_log.exp() * F.softplus(layer.dt_bias)
+    torch.testing.assert_close(rates[[0, -1]], torch.tensor([1 / 512, 1 / 2]))
+    assert (rates.diff() > 0).all()
+    assert not layer.D.any()
+    assert not layer.conv1d.bias.any()
+    tokens = layer_inputs.sample_tokens(model)
+    measured = layer_inputs.measure_layers(model, [1], tokens)[1]
+    with torch.no_grad():
+        projected = layer.in_proj(measured.hidden)
+        out = layer(measured.hidden.view(*tokens.shape, -1))
+    gate, x, b, c, dt = projected.split([64, 64, 64, 64, 8], 1)
+    assert 0.7 < F.silu(gate).mean() < 1.1
+    assert not dt.any()
+    own = model.model.layers[1].self_attn
+    for part, repeats, found in (("v", 2, x), ("k", 2, b), ("q", 1, c)):
+        first, second = found.unflatten(1, (4, 2, 8)).unbind(2)
+        assert torch.equal(first, -second)
+        torch.testing.assert_close(first.square().mean((0, 2)), torch.ones(4))
+        w = getattr(own, f"{part}_proj").weight.view(-1, 8, 32).repeat_interleave(repeats, 0)
+        expected = F.normalize(torch.einsum("hdm,nm->nhd", w, measured.hidden), dim=(0, 2))
+        torch.testing.assert_close(F.normalize(first, dim=(0, 2)), expected)
+        # SiLU(x) - SiLU(-x) = x
+        torch.testing.assert_close(F.silu(first) - F.silu(second), first)
+    first, second = layer.out_proj.weight.unflatten(1, (4, 2, 8)).unbind(2)
+    assert torch.equal(first, -second)
+    sizes = [x.square().mean().sqrt() for x in (out, measured.out)]
+    assert 0.5 < sizes[0] / sizes[1] < 2
+
+
 REFUSED = {
-    "no norms of heads": ("llama", {}, CLASS, "1", "does not hold the weights of llama"),
+    "no norms of heads": ("llama", {}, CLASS, "1", "Classes that can: granitemoehybrid$"),
     "no states": ("qwen3", {}, "qwen3", "1", "no recurrent layers. Classes that have them: qwen3_"),
-    "no states, llama": ("llama", {}, "qwen2", "1", "qwen3_5_text has them, but takes qwen3 only"),
+    "no states, llama": ("llama", {}, "qwen2", "1", "Classes that have them: granitemoehybrid"),
+    "no states, gemma": ("gemma2", {}, "gemma2", "1", "granitemoehybrid has them, but takes llama"),
+    "norms of heads": ("qwen3", {}, GRANITE, "1", "weights of qwen3. Classes that can: qwen3_5_te"),
+    "biases of a llama": ("llama", {"attention_bias": True}, GRANITE, "1", "attention_bias"),
+    "biases of an MLP": ("llama", {"mlp_bias": True}, GRANITE, None, "mlp_bias, which granite"),
+    "activation of a llama": ("llama", {"hidden_act": "gelu"}, GRANITE, "1", "hidden_act='gelu'"),
+    "heads": ("llama", {"head_dim": 16}, GRANITE, None, "4 of them are not its hidden_size of 32"),
     "biases": ("qwen3", {"attention_bias": True}, CLASS, "1", "attention_bias"),
     "another activation": ("qwen3", {"hidden_act": "gelu"}, CLASS, "1", "hidden_act='gelu'"),
     "positions": (
@@ -154,6 +258,24 @@ def test_what_the_class_lacks_is_refused(name):
 def test_windows_are_refused_with_the_classes_that_have_them():
     with pytest.raises(UnsupportedError, match=r"no windows\. Classes that can: qwen3, mellum"):
         attnzoo.convert(model_of("qwen3"), CLASS, SOME)
+    with pytest.raises(UnsupportedError, match=r"no windows\. Classes that can: ministral, grani"):
+        attnzoo.convert(model_of("llama"), GRANITE, SOME, recurrent="1")
+
+
+def test_other_norms_of_groups_are_refused(monkeypatch):
+    """Earlier versions of transformers normalise all groups of heads together."""
+    monkeypatch.setattr(mamba2.seam, "granite_normalizes_groups", lambda: False)
+    attnzoo.convert(model_of("llama"), GRANITE)
+    with pytest.raises(UnsupportedError, match=r"upgrade transformers to 5\.24"):
+        attnzoo.convert(model_of("llama"), GRANITE, recurrent="1")
+
+
+def test_scaled_positions_move_to_granite():
+    rope = {"rope_type": "llama3", "factor": 4.0, "rope_theta": 1e4, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8}
+    model = model_of("llama", rope_parameters=rope)
+    assert torch.equal(logits(attnzoo.convert(model, GRANITE)), logits(model))
+    assert not torch.equal(logits(model), logits(model_of("llama")))
 
 
 def test_norms_that_lose_bits_are_refused():
@@ -171,26 +293,32 @@ def test_layers_that_cannot_be_recurrent(layers, message):
         recurrent.parse_recurrent(layers, SimpleNamespace(num_hidden_layers=3))
 
 
-def test_command(tmp_path, monkeypatch, capsys, fresh_python):
+@both
+def test_command(to, tmp_path, monkeypatch, capsys, fresh_python):
     """The student runs where attnzoo cannot be imported, and its card says what it is."""
     source, out = tmp_path / "source", tmp_path / "out"
-    save(model_of("qwen3", vocab_size=384), source)
-    given = ("convert", source, "--to", CLASS, "--recurrent", "1", "--out", out)
+    save(model_of(SOURCES[to], vocab_size=384), source)
+    save_byte_tokenizer(source)
+    given = ("convert", source, "--to", to, "--recurrent", "1", "--out", out)
     assert run(monkeypatch, *given) == 0
     assert "full, recurrent, full" in capsys.readouterr().out
     config = json.loads((out / "config.json").read_text())
-    assert config["architectures"] == ["Qwen3_5ForCausalLM"]
+    assert config["architectures"] == [NAMES[to]]
     card = (out / "README.md").read_text()
     assert "**Experimental.**" in card
-    assert "| 1 | Gated DeltaNet, a state |" in card
+    layer, windowed = {CLASS: ("Gated DeltaNet", "mellum"), GRANITE: ("Mamba-2", "granite_swa")}[to]
+    assert f"| 1 | {layer}, a state |" in card
+    assert f"convert --to {windowed}`" in card
     student = attnzoo.speed_up(hf.AutoModelForCausalLM.from_pretrained(out))
     expected = student.generate(TOKENS, max_new_tokens=8, do_sample=False)
     # fla needs a GPU
     assert generate_elsewhere(fresh_python, out, "attnzoo", "fla") == expected.tolist()
 
 
-def test_a_folder_of_full_layers_is_no_experiment(tmp_path):
-    save(model_of("qwen3", vocab_size=384), tmp_path / "source")
-    layers = convert_files(tmp_path / "source", CLASS, tmp_path / "out")
+@both
+def test_a_folder_of_full_layers_is_no_experiment(to, tmp_path):
+    save(model_of(SOURCES[to], vocab_size=384), tmp_path / "source")
+    save_byte_tokenizer(tmp_path / "source")
+    layers = convert_files(tmp_path / "source", to, tmp_path / "out")
     assert layers == ["full"] * 3
     assert "Experimental" not in (tmp_path / "out" / "README.md").read_text()
