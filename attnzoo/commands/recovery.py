@@ -219,7 +219,7 @@ def _has_recurrent_layers(to: str) -> bool:
     """Return whether a plan for a class chooses recurrent layers."""
     from attnzoo.hf.stock.classes import stock_class
 
-    return stock_class(to).recurrent
+    return bool(stock_class(to).recurrent)
 
 
 def _transferred_student(from_: Path | None, given: dict[str, Any]) -> Path:

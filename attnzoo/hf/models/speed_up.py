@@ -193,7 +193,8 @@ class FastForward:
         if type(self.layer).__name__ == LIGHTNING:
             return partial(self._lightning, stock)
         names = inspect.unwrap(stock).__globals__
-        ours = dict.fromkeys(RULES, self._delta_rule) | {
+        ours: dict[str, Callable[..., Any]] = {
+            **dict.fromkeys(RULES, self._delta_rule),
             SCAN: self._scan,
             FUSED: self._no_fused_layer,
             CONVOLUTION: self._convolution,

@@ -73,7 +73,8 @@ def with_signs(weights: Tensor) -> Tensor:
 def head_sizes(measured: LayerInputs, heads: int) -> Tensor:
     """Return the root mean square of the outputs of each head of a softmax layer, ``[H, 1]``."""
     outputs = measured.heads.float().unflatten(-1, (heads, -1))
-    return outputs.square().mean((0, 2)).sqrt()[:, None]
+    sizes: Tensor = outputs.square().mean((0, 2)).sqrt()
+    return sizes[:, None]
 
 
 def spread_rates(slowest: float, fastest: float, heads: int) -> Tensor:
