@@ -8,7 +8,7 @@ import transformers as hf
 import attnzoo
 from attnzoo.cli import main
 from attnzoo.evaluation.models import embedded_model_path
-from tests.training.short_runs import shorten_runs
+from tests.training.short_runs import HELD_OUT_ROWS, shorten_runs
 
 
 def tiny_llama():
@@ -40,9 +40,11 @@ def model():
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _short_runs():
+def _short_runs(request):
+    # a search for rates decides by standard errors over the rows
+    rows = {"held_out_rows": HELD_OUT_ROWS} if request.path.stem.startswith("test_lr_find") else {}
     with pytest.MonkeyPatch.context() as patch:
-        shorten_runs(patch.setattr)
+        shorten_runs(patch.setattr, **rows)
         yield
 
 

@@ -8,14 +8,17 @@ import pytest
 from attnzoo.evaluation import generation
 from attnzoo.evaluation.equal_memory import EqualWindow
 from attnzoo.report import page
-from attnzoo.training import head_entropy, lengths, results, runs
+from attnzoo.training import best_state, head_entropy, lengths, results, runs
+
+HELD_OUT_ROWS = best_state.ROWS  # of a run that is not shortened
 
 
-def shorten_runs(patch: Callable[[object, str, Any], None]) -> None:
+def shorten_runs(patch: Callable[[object, str, Any], None], *, held_out_rows: int = 4) -> None:
     """Reduce the lengths of measurements, and leave out the pictures of the report.
 
     Args:
         patch: Sets an attribute: ``setattr``, or that of a ``MonkeyPatch``.
+        held_out_rows: Rows on which a stage's states are compared, five times a stage.
     """
     write_pages = runs.write_pages
 
@@ -25,6 +28,7 @@ def shorten_runs(patch: Callable[[object, str, Any], None]) -> None:
             write_pages(*args)
 
     windows = EqualWindow(length=16, windows={0: 2, 1: 2}, swap_bytes=1, exact_bytes=8)
+    patch(best_state, "ROWS", held_out_rows)
     patch(lengths, "equal_window", lambda path, spec, length: windows)
     patch(results, "LENGTHS", (16,))
     patch(generation, "NEW_TOKENS", 8)

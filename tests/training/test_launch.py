@@ -18,13 +18,14 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 import attnzoo
 from attnzoo.commands.environment import _for_nodes
 from attnzoo.errors import ConfigError
-from attnzoo.training import sharding
+from attnzoo.training import best_state, sharding
 from attnzoo.training.finetune import FinetuneConfig, finetune
 from attnzoo.training.loop import LoopConfig, read_losses
 from attnzoo.training.lr_find import FACTORS
 from attnzoo.training.recover import RecoverConfig, recover
 from attnzoo.training.sharding import make_accelerator, set_up_deepspeed
 from tests.training.engines import LAUNCH
+from tests.training.short_runs import HELD_OUT_ROWS
 from tests.training.two_processes import SPEC, searched, ten_steps
 
 RESIZED = attnzoo.AttentionSpec("gated_linear", feature_map="hedgehog", window=4)
@@ -352,8 +353,9 @@ def test_a_resumed_run_on_two_processes_has_the_same_losses(launched):
 
 
 @pytest.mark.slow
-def test_two_processes_find_the_rates_of_one(launched, saved, text, tmp_path):
+def test_two_processes_find_the_rates_of_one(launched, saved, text, tmp_path, monkeypatch):
     """Each process chooses for itself, from the same losses."""
+    monkeypatch.setattr(best_state, "ROWS", HELD_OUT_ROWS)  # as in the two processes
     first, second = (json.loads((launched / f"rates-{n}.json").read_text()) for n in (0, 1))
     assert first == second
     assert len(first) == len(FACTORS) + 1

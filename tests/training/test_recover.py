@@ -14,7 +14,7 @@ import transformers as hf
 
 import attnzoo
 from attnzoo.errors import ConfigError, SpecError
-from attnzoo.training import runs
+from attnzoo.training import best_state, runs
 from attnzoo.training.checkpoints import CheckpointError
 from attnzoo.training.documents import DataError
 from attnzoo.training.eval_rows import rows_to_eval_batch
@@ -32,6 +32,7 @@ from attnzoo.training.recover import (
 from attnzoo.training.transfer import Transfer
 from tests.helpers import MODEL_SIZES
 from tests.processes import DEVNULL, SECONDS, running
+from tests.training.short_runs import HELD_OUT_ROWS
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = {"transfer_steps": 5, "distil_steps": 6, "row_length": 32, "judged_rows": 2}
@@ -170,7 +171,8 @@ def test_resumed_run_equals_uninterrupted_run(
     assert all(torch.equal(x, found[name]) for name, x in weights(expected).items())
 
 
-def test_killed_process_is_resumed(saved, text, tmp_path, capsys, attnzoo_command):
+def test_killed_process_is_resumed(saved, text, tmp_path, capsys, attnzoo_command, monkeypatch):
+    monkeypatch.setattr(best_state, "ROWS", HELD_OUT_ROWS)  # as in the process that is killed
     arguments = [
         *("recover", str(saved), "--data", str(text), "--out", str(tmp_path / "out")),
         *("--attention", "linear", "--set", "feature_map=hedgehog", "--length", "32"),

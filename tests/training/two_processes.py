@@ -16,12 +16,12 @@ import transformers as hf
 import attnzoo
 from attnzoo.errors import ConfigError
 from attnzoo.hf import logits
-from attnzoo.training import sharding
+from attnzoo.training import best_state, sharding
 from attnzoo.training.finetune import FinetuneConfig, finetune
 from attnzoo.training.loop import LoopConfig
 from attnzoo.training.recover import RecoverConfig, recover
 from tests.training.engines import engine, require_engine
-from tests.training.short_runs import shorten_runs
+from tests.training.short_runs import HELD_OUT_ROWS, shorten_runs
 
 
 def config(**changes):
@@ -146,6 +146,7 @@ def searched():
 
 def rates(model, text, out):
     """Search rates under DDP; each process writes what it chose."""
+    best_state.ROWS = HELD_OUT_ROWS  # a search decides by standard errors over them
     said = []
     train("ddp", model, SPEC, [text], out / "rates", searched(), log=said.append)
     lines = [x for x in said if "the rates are multiplied" in x or ", rates times" in x]

@@ -2,7 +2,8 @@
 
 test_transformers_suite.py runs this file in a process of its own; the folder of transformers' tests
 is on its path, and the environment variable BACKEND names the backend. What a backend does not
-support stays exact. Classes with other heads on the same layers run in `make exhaustive` only.
+support stays exact. Models without a head, and with other heads on the same layers, run in
+`make exhaustive` only.
 """
 
 import os
@@ -25,9 +26,9 @@ SIZES = {
 GROUPED = {"num_key_value_heads": 1, "pad_token_id": 0}
 
 
-def other_heads(*classes):
-    """Return the classes, if all tests run."""
-    return classes if EXHAUSTIVE else ()
+def classes(with_head, *others):
+    """Return the model with a language-modelling head; if all tests run, after the others."""
+    return (*others, with_head) if EXHAUSTIVE else (with_head,)
 
 
 class ModelTester:
@@ -73,10 +74,8 @@ class SuiteOfFamily(ModelTesterMixin):
 
 
 class LlamaTest(SuiteOfFamily, unittest.TestCase):
-    all_model_classes = (
-        hf.LlamaModel,
-        hf.LlamaForCausalLM,
-        *other_heads(hf.LlamaForSequenceClassification),
+    all_model_classes = classes(
+        hf.LlamaForCausalLM, hf.LlamaModel, hf.LlamaForSequenceClassification
     )
 
     def make_config(self):
@@ -84,7 +83,7 @@ class LlamaTest(SuiteOfFamily, unittest.TestCase):
 
 
 class Gemma3Test(SuiteOfFamily, unittest.TestCase):
-    all_model_classes = (hf.Gemma3TextModel, hf.Gemma3ForCausalLM)
+    all_model_classes = classes(hf.Gemma3ForCausalLM, hf.Gemma3TextModel)
 
     def make_config(self):
         kinds = ["full_attention", "sliding_attention"]
@@ -94,11 +93,7 @@ class Gemma3Test(SuiteOfFamily, unittest.TestCase):
 
 
 class GPT2Test(SuiteOfFamily, unittest.TestCase):
-    all_model_classes = (
-        hf.GPT2Model,
-        hf.GPT2LMHeadModel,
-        *other_heads(hf.GPT2ForSequenceClassification),
-    )
+    all_model_classes = classes(hf.GPT2LMHeadModel, hf.GPT2Model, hf.GPT2ForSequenceClassification)
 
     def make_config(self):
         tokens = {"bos_token_id": 98, "eos_token_id": 98, "pad_token_id": 97}
@@ -106,18 +101,14 @@ class GPT2Test(SuiteOfFamily, unittest.TestCase):
 
 
 class BertTest(SuiteOfFamily, unittest.TestCase):
-    all_model_classes = (
-        hf.BertModel,
-        hf.BertForMaskedLM,
-        *other_heads(hf.BertForTokenClassification),
-    )
+    all_model_classes = classes(hf.BertForMaskedLM, hf.BertModel, hf.BertForTokenClassification)
 
     def make_config(self):
         return hf.BertConfig(**SIZES)
 
 
 class T5Test(SuiteOfFamily, unittest.TestCase):
-    all_model_classes = (hf.T5Model, hf.T5ForConditionalGeneration)
+    all_model_classes = classes(hf.T5ForConditionalGeneration, hf.T5Model)
     is_encoder_decoder = True
     # fails without a swap too: it compares the whole model with one of its parts
     test_model_base_model_prefix = None

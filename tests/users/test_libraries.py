@@ -23,7 +23,10 @@ OURS = "from attnzoo.cli import main; main()"
 # what makes a command short, and the file that it writes, if any
 SHORT = {
     "integrations/accelerate": ["--steps", "2", "--length", "32"],
-    "attnzoo finetune": ["--steps", "2", "--no-compare", "--length", "64", "--batch", "2"],
+    "attnzoo finetune": [
+        *("--steps", "2", "--no-compare", "--length", "64", "--batch", "2"),
+        *("--evaluate-every", "0"),  # which tests/training covers
+    ],
     "integrations/trainer": ["--steps", "2", "--length", "32"],
     "integrations/trl": ["--steps", "2"],
     "integrations/peft": ["--steps", "2"],
