@@ -1,7 +1,8 @@
 """The byte tokenizer of the embedded model as a ``tokenizer.json``.
 
 ByT5's tokenizer is Python code, which transformers does not load beside every model class. This one
-has the same tokens, and classes of the tokenizers library load it.
+has the same tokens for text without special tokens, and classes of the tokenizers library load it.
+After `</s>` in a text, ByT5 drops a space and adds no second end token; this one does not.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Students of stock classes: full layers bit for bit, recurrent layers against formulas."""
 
 import copy
-import inspect
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,16 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
-from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import attnzoo
 from attnzoo.errors import SpecError, UnsupportedError
+from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.hf import seam
-from attnzoo.hf.models.speed_up import RULES
 from attnzoo.hf.stock import layer_inputs, mamba2, recurrent
 from attnzoo.hf.stock.classes import STOCK_CLASSES
 from attnzoo.hf.stock.convert import convert_files
 from attnzoo.ops.delta.api import delta_attention
+from benchmarks.byte_tokenizer import as_tokenizer_json
 from tests.byte_tokenizer import save_byte_tokenizer
 from tests.helpers import add_noise
 from tests.hf.stock.test_convert import (
@@ -31,6 +30,7 @@ from tests.hf.stock.test_convert import (
     run,
     save,
 )
+from tests.training.student_pair import run_torch_functions
 
 CLASS = "qwen3_5_text"
 GRANITE = "granitemoehybrid"
@@ -50,10 +50,7 @@ def test_the_table_of_classes_names_those_with_recurrent_layers():
 @pytest.fixture(autouse=True)
 def torch_functions(monkeypatch):
     """Let stock layers run torch's functions where flash-linear-attention is installed."""
-    for rule in RULES:
-        if hasattr(modeling_qwen3_5, rule):
-            function = inspect.unwrap(getattr(modeling_qwen3_5, rule))
-            monkeypatch.setattr(modeling_qwen3_5, rule, function)
+    run_torch_functions(monkeypatch)
 
 
 @pytest.mark.parametrize("to", SOURCES)
@@ -328,3 +325,14 @@ def test_a_folder_of_full_layers_is_no_experiment(to, tmp_path):
     layers = convert_files(tmp_path / "source", to, tmp_path / "out")
     assert layers == ["full"] * 3
     assert "Experimental" not in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_the_tokenizer_beside_a_granite_has_the_tokens_of_the_embedded_model():
+    """Every byte has its token, in this order."""
+    own = hf.AutoTokenizer.from_pretrained(embedded_model_path())
+    made = as_tokenizer_json(own)
+    text = "".join(map(chr, range(256))) + " 你好\t\r\n  x"
+    tokens = own(text)["input_ids"]
+    assert made(text)["input_ids"] == tokens
+    assert made.decode(tokens) == own.decode(tokens)
+    assert len(made) == len(own)
