@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from accelerate import init_empty_weights
@@ -154,6 +154,17 @@ def _is_float(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
+class SharedFakeTensorMode(FakeTensorMode):
+    """A mode that copies of its tensors share.
+
+    A deep copy of a mode copies its weak references to storages, which are then freed twice.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return the mode itself."""
+        return self
+
+
 def fake_model(build: Callable[[], PreTrainedModel]) -> tuple[PreTrainedModel, FakeTensorMode]:
     """Build a model whose parameters and buffers of floats are fake, and return its mode.
 
@@ -163,7 +174,7 @@ def fake_model(build: Callable[[], PreTrainedModel]) -> tuple[PreTrainedModel, F
     with init_empty_weights(include_buffers=False):  # buffers of integers are read
         model = build()
     model.tie_weights()  # accelerate copies each parameter that a module registers
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = SharedFakeTensorMode(allow_non_fake_inputs=True)
     made: dict[int, Tensor] = {}  # tied tensors stay tied
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):

@@ -350,10 +350,10 @@ def _backward(
 
         return meter(accumulate, reset)._replace(kept=saved)
     kept: list[int] = []
-    part = case.kept_dtype.itemsize / case.compute_dtype.itemsize / case.gpus
     buffers: GatheredUnits | AccumulatedGradients | None = None
     if case.shards:
-        buffers = GatheredUnits(model, lambda size: round(part * size), case.accumulate)
+        wide = case.kept_dtype.itemsize // case.compute_dtype.itemsize
+        buffers = GatheredUnits(model, gpus=case.gpus, wide=wide, accumulate=case.accumulate)
     elif case.accumulate > 1:
         buffers = AccumulatedGradients(model)
 

@@ -29,7 +29,7 @@ def _empty(count: int) -> Tensor:
     return torch.empty(count // 2, dtype=torch.bfloat16)
 
 
-def _size(parameters: Sequence[nn.Parameter]) -> int:
+def _size(parameters: Sequence[Tensor]) -> int:
     return sum(x.numel() * x.element_size() for x in parameters)
 
 
@@ -52,6 +52,7 @@ class Unit:
         self.flat: Tensor | None = None  # gathered ahead
         self.kept: Tensor | None = None  # whole gradients of micro-batches before
         self.waits = 0  # trained parameters without a gradient
+        self.reached: list[Tensor] = []  # by a gradient that is not reduced
 
 
 class GatheredUnits:
@@ -59,14 +60,13 @@ class GatheredUnits:
 
     Args:
         model: The whole model.
-        shard_bytes: Returns the bytes of a process's part of the gradient, given the whole's.
+        gpus: Processes, each of which keeps one part.
+        wide: Bytes of a weight of a part over those of a gathered weight.
         accumulate: Micro-batches of a step, of which the last one runs: it needs the most memory.
     """
 
-    def __init__(
-        self, model: nn.Module, shard_bytes: Callable[[int], int], accumulate: int = 1
-    ) -> None:
-        self.model, self.shard_bytes, self.accumulate = model, shard_bytes, accumulate
+    def __init__(self, model: nn.Module, *, gpus: int, wide: int = 1, accumulate: int = 1) -> None:
+        self.model, self.gpus, self.wide, self.accumulate = model, gpus, wide, accumulate
         self.units = fsdp2_units(model)
         self.order: list[Unit] = []  # of the forward pass
         self.flat: Tensor | None = None  # of the last unit that was gathered in a forward pass
@@ -104,6 +104,7 @@ class GatheredUnits:
         for unit in self.units:
             unit.weights = unit.flat = unit.kept = None
             unit.waits = len(unit.trained)
+            unit.reached = []
 
     def start(self) -> None:
         """Allocate what earlier micro-batches leave."""
@@ -118,13 +119,24 @@ class GatheredUnits:
     def _end_forward(self, *_: Any) -> None:
         self.flat = None
 
+    def _narrow(self, size: int) -> Tensor | None:
+        """Return a process's part in the dtype of gathered weights, if it is kept in another."""
+        return _empty(size // self.gpus) if self.wide > 1 else None
+
+    def _flat(self, unit: Unit) -> Tensor:
+        """Return the buffer to which a unit is gathered, after its part is cast."""
+        part = self._narrow(unit.size)
+        flat = _empty(unit.size)
+        del part
+        return flat
+
     def _gather(self, unit: Unit) -> Tensor | None:
         """Gather a unit that is not; return the flat buffer."""
         if unit.weights is not None:
             return None
         flat, unit.flat = unit.flat, None
         if flat is None:
-            flat = _empty(unit.size)
+            flat = self._flat(unit)
         unit.weights = _empty(unit.size)
         return flat
 
@@ -168,13 +180,16 @@ class GatheredUnits:
             self._gather(unit)
             before = self.order[place - 1] if place else unit
             if before.weights is None and before.flat is None:
-                before.flat = _empty(before.size)
+                before.flat = self._flat(before)
 
         return hook
 
     def _with_gradient(self, unit: Unit, mark: Callable[[], None]) -> Any:
-        def hook(_: Tensor) -> None:
+        def hook(parameter: Tensor) -> None:
             mark()
+            unit.reached.append(parameter)
+            if self.accumulate > 1:  # added to that of earlier micro-batches
+                parameter.grad = None
             if unit.waits > 0:
                 unit.waits -= 1
                 if unit.waits == 0:
@@ -185,18 +200,17 @@ class GatheredUnits:
     def _release(self, unit: Unit) -> None:
         """Free a unit's weights, and replace its gradients by a part of them."""
         unit.weights = None
-        gradients = [x for x in unit.trained if x.grad is not None]
-        if not gradients:
+        reached, unit.reached = unit.reached, []
+        if not reached:
             return
-        if self.accumulate > 1:  # added to those that are kept
-            for x in gradients:
-                x.grad = None
         self.reduced = None
-        self.reduced = _empty(_size(gradients))
+        self.reduced = _empty(_size(reached))
         unit.kept = None
-        for x in gradients:
+        for x in reached:
             x.grad = None
-        self.shards.append(_empty(self.shard_bytes(_size(gradients))))
+        part = self._narrow(_size(reached))
+        self.shards.append(_empty(self.wide * _size(reached) // self.gpus))
+        del part
 
 
 class AccumulatedGradients:

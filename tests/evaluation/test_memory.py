@@ -1,5 +1,6 @@
 import json
 import sys
+from copy import deepcopy
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from attnzoo.cli import main
 from attnzoo.commands import terminal
 from attnzoo.errors import AttnzooError
 from attnzoo.evaluation import memory_fit
-from attnzoo.evaluation.allocations import counted
-from attnzoo.evaluation.memory import compute, measure
+from attnzoo.evaluation.allocations import counted, fake_model
+from attnzoo.evaluation.memory import build_model, compute, measure
 from attnzoo.evaluation.memory_case import MemoryCase
 from attnzoo.evaluation.memory_fit import MemoryCurve
 
@@ -175,6 +176,14 @@ def test_unsupported_cases_are_refused(configs, model, changes, message):
         return
     with pytest.raises(AttnzooError, match=message):
         compute(case(configs / model, **changes))
+
+
+def test_copies_of_fake_models_share_their_mode(configs):
+    """A copy of the mode frees its weak references to storages twice."""
+    model, mode = fake_model(lambda: build_model(case(configs / "llama")))
+    with mode:
+        copied = deepcopy(model)
+    assert {x.fake_mode is mode for x in copied.parameters()} == {True}
 
 
 def test_memory_that_depends_on_values_is_refused():

@@ -23,16 +23,29 @@ from tests.training.engines import engine, require_engine
 
 
 class AllGather:
-    """All-gather without buffers of its own, as NCCL's; gloo's copies the output."""
+    """All-gather without buffers of its own, as NCCL's; gloo's copies the output.
+
+    gloo's thread frees a tensor some time after it was sent, so what is sent is a part of a buffer
+    that stays.
+
+    Args:
+        buffer: It has at least the bytes of a process's part.
+    """
+
+    def __init__(self, buffer):
+        self.buffer = buffer
 
     def allocate(self, size, *, dtype, device):
         return torch.empty(*size, dtype=dtype, device=device)
 
+    def sent(self, part):
+        return self.buffer[: part.nbytes].view(part.dtype).copy_(part)
+
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
         for rank, part in enumerate(output_tensor.chunk(group.size())):
-            if rank == group.rank():
-                part.copy_(input_tensor)
-            dist.broadcast(part, rank, group=group)
+            sent = self.sent(input_tensor if rank == group.rank() else part)
+            dist.broadcast(sent, rank, group=group)
+            part.copy_(sent)
 
 
 class ReduceScatter(AllGather):
@@ -40,9 +53,9 @@ class ReduceScatter(AllGather):
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
         for rank, part in enumerate(input_tensor.chunk(group.size())):
-            dist.reduce(part, rank, op=dist.ReduceOp.SUM, group=group)
+            dist.reduce(sent := self.sent(part), rank, op=dist.ReduceOp.SUM, group=group)
             if rank == group.rank():
-                output_tensor.copy_(part)
+                output_tensor.copy_(sent)
 
 
 def make_loss(model, case):
@@ -66,10 +79,11 @@ def measure(case):
         loss = make_loss(model, case)
         model, optimizer = accelerator.prepare(model, optimizer)
         require_engine(case.sharding, accelerator, model, 1)
+        buffer = torch.empty(sum(x.nbytes for x in model.parameters()), dtype=torch.uint8)
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.set_custom_all_gather(AllGather())
-                module.set_custom_reduce_scatter(ReduceScatter())
+                module.set_custom_all_gather(AllGather(buffer))
+                module.set_custom_reduce_scatter(ReduceScatter(buffer))
         tokens = torch.randint(100, (case.rows, case.length))
 
         def run():
