@@ -33,6 +33,7 @@ ENGINES = (  # small ones: CTranslate2, llama.cpp, and llama.cpp's converter
 )
 DEEPSPEED = ("deepspeed==0.19.8", "hjson==3.1.0", "msgpack==1.2.4", "py-cpuinfo==9.0.0")
 BITSANDBYTES = ("bitsandbytes==0.50.2",)
+TESTS_OF_4_BITS = ("tests/training/test_four_bits.py", "tests/training/test_frozen_weights.py")
 TESTS = (
     "tests/hf",
     "tests/families",
@@ -132,7 +133,7 @@ def deepspeed(session: nox.Session) -> None:
 def bitsandbytes(session: nox.Session) -> None:
     """Run the tests of weights in 4 bits, which bitsandbytes has kernels of CPUs for."""
     env = {**ENV, "PYTHONPATH": str(_folder(session, "bitsandbytes", BITSANDBYTES))}
-    given = session.posargs or ("-n", "0", "tests/training/test_four_bits.py")
+    given = session.posargs or ("-n", "0", *TESTS_OF_4_BITS)
     session.run(".venv/bin/python", "-m", "pytest", *given, env=env, external=True)
 
 

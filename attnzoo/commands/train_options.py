@@ -206,6 +206,20 @@ class TrainOptions:
             "--gradient-checkpointing", help="recompute layers in the backward pass, to save memory"
         ),
     ] = False
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="data type of frozen weights: float32, or bfloat16 with --train lora or extras, "
+            "under autocast to bfloat16"
+        ),
+    ] = "float32"
+    load_in_4bit: Annotated[
+        bool,
+        typer.Option(
+            "--load-in-4bit",
+            help="frozen linear layers in 4 bits, the rest in bfloat16 (QLoRA); needs bitsandbytes",
+        ),
+    ] = False
     report_to: Annotated[
         str | None, typer.Option(help="tracker of Accelerate, such as tensorboard; logs to --out")
     ] = None
@@ -246,6 +260,7 @@ class TrainOptions:
                 "evaluate_every",
                 "window_dropout",
             ),
+            *("dtype", "load_in_4bit"),
             *("gradient_checkpointing", "report_to", "label_smoothing_factor", "train_on"),
         ]
         loop = LoopConfig(

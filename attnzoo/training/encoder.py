@@ -164,9 +164,10 @@ class EmbeddingRun(EncoderRun):
             )
         return super().load_rows(data, column)
 
-    def load_model(self) -> PreTrainedModel:
+    def load(self, **options: Any) -> PreTrainedModel:
         """Return the swapped model with its saved weights, in the class it was saved in."""
-        return load_model(self.path, self.spec, model_class(read_config(self.path), self.path))
+        cls = model_class(read_config(self.path), self.path)
+        return load_model(self.path, self.spec, cls, **options)
 
     def set_eval_data(self, held_out: Texts) -> None:
         """Set the held-out texts and compute the original model's embeddings of them."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from attnzoo.errors import UnsupportedError
 from attnzoo.evaluation.memory_4bit import quantizable_layers
@@ -41,6 +42,34 @@ def require_quantizable(model: nn.Module) -> None:
             f"{type(model).__name__} has no linear layers (torch.nn.Linear) that bitsandbytes "
             "could keep in 4 bits (nf4); use 'bfloat16'"
         )
+
+
+def config_of_4_bits(model: PreTrainedModel) -> BitsAndBytesConfig:
+    """Return transformers' settings to load a model with frozen linear layers in 4 bits.
+
+    Args:
+        model: A model of the same architecture, which may be empty.
+
+    Raises:
+        UnsupportedError: bitsandbytes is not installed, the model has no such layers, or it is
+            saved with quantized weights.
+    """
+    require_bitsandbytes()
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise UnsupportedError(
+            "The saved model is quantized already; leave load_in_4bit out, or give the model "
+            "that it was made from"
+        )
+    require_quantizable(model)
+    chosen = set(quantizable_layers(model))
+    others = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m not in chosen]
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=COMPUTE_DTYPE,
+        llm_int8_skip_modules=others,  # of 4 bits too
+    )
 
 
 def layers_in_4_bits(model: nn.Module) -> dict[int, nn.Module]:

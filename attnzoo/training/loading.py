@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from attnzoo.errors import SpecError
@@ -20,6 +22,7 @@ from attnzoo.spec import AttentionSpec
 from attnzoo.training.completions import example_of, pack_completions
 from attnzoo.training.data import Rows, pack, with_repeats
 from attnzoo.training.documents import DataError, Extract, read_documents, split_documents
+from attnzoo.training.four_bits import config_of_4_bits
 from attnzoo.training.streaming import stream_documents
 from attnzoo.training.train_config import TrainConfig
 
@@ -65,23 +68,36 @@ def load_rows(path: Path, data: list[Path], column: str, config: TrainConfig) ->
     return with_repeats(train, share, config.loop.seed, per_row=per_row), held_out
 
 
-def load_causal(path: Path, spec: AttentionSpec | None) -> PreTrainedModel:
-    """Load a causal model in float32 with swapped attention; see :func:`load_model`."""
+def load_causal(path: Path, spec: AttentionSpec | None, **options: Any) -> PreTrainedModel:
+    """Load a causal model with swapped attention; see :func:`load_model`."""
     read_config(path)  # raises an error if the folder has no model
     require_causal(path, "training minimises a loss of text prediction")
-    return load_model(path, spec, AutoModelForCausalLM)
+    return load_model(path, spec, AutoModelForCausalLM, **options)
 
 
-def load_model(path: Path, spec: AttentionSpec | None, cls: Any) -> PreTrainedModel:
-    """Load a model in float32 with its attention swapped by ``spec`` or by its own config.
+def load_model(
+    path: Path,
+    spec: AttentionSpec | None,
+    cls: Any,
+    *,
+    dtype: torch.dtype = torch.float32,
+    load_in_4bit: bool = False,
+    device: torch.device | None = None,
+) -> PreTrainedModel:
+    """Load a model with its attention swapped by ``spec`` or by its own config.
 
     Args:
         path: Folder of a saved model.
         spec: The swap; ``None`` for a model that is already swapped.
         cls: Class whose ``from_pretrained`` loads it.
+        dtype: Data type of the weights.
+        load_in_4bit: Whether linear layers, but for the head and what backends add, are in 4 bits.
+        device: Device of weights in 4 bits; ``None`` for the current one.
 
     Raises:
         SpecError: The model is already swapped and a spec is given, or neither.
+        UnsupportedError: ``load_in_4bit`` is set, but bitsandbytes is not installed, or the saved
+            model is quantized.
     """
     config = read_config(path)
     swapped = getattr(config, NAME, None) is not None
@@ -94,8 +110,14 @@ def load_model(path: Path, spec: AttentionSpec | None, cls: Any) -> PreTrainedMo
         raise SpecError(f"{str(path)!r} is not swapped; give an attention to swap it with")
     if spec is not None:
         config.attnzoo = spec.to_dict()
+    options = {"config": config, "attn_implementation": NAME, "dtype": dtype}
+    if load_in_4bit:
+        with init_empty_weights():
+            build = getattr(cls, "from_config", None) or cls._from_config
+            empty = build(deepcopy(config), attn_implementation=NAME)
+        options["quantization_config"] = config_of_4_bits(empty)
+        if device is not None:
+            options["device_map"] = {"": device}
     with nullcontext() if swapped else extras_are_new():
-        model: PreTrainedModel = cls.from_pretrained(
-            path, config=config, attn_implementation=NAME, dtype=torch.float32
-        )
+        model: PreTrainedModel = cls.from_pretrained(path, **options)
     return model

@@ -28,6 +28,7 @@ from attnzoo.hf.context_parallel import context_parallel
 from attnzoo.training.best_state import BestState, LastState, random_state_kept
 from attnzoo.training.checkpoints import Checkpoints, explain_write_errors
 from attnzoo.training.data import Rows
+from attnzoo.training.frozen_weights import narrow_again, widen
 from attnzoo.training.head_entropy import HEADS, EntropyLog
 from attnzoo.training.json_lines import append_line, read_lines, truncate_lines
 from attnzoo.training.lr_find import find_rates
@@ -255,6 +256,7 @@ class Loop:
         trained = {id(p) for group in stage.groups for p in group["params"]}
         for parameter in model.parameters():
             parameter.requires_grad_(id(parameter) in trained)
+        narrow = widen(p for group in stage.groups for p in group["params"])
         if self.config.lr_find_steps:
             stage = find_rates(self, model, stage, started=done > first)
         wrapped, optimizer, schedule, loader = self._prepare(model, stage)
@@ -291,6 +293,7 @@ class Loop:
             model = gather_weights(self.accelerator, wrapped, rebuild())
         else:  # removes Accelerate's autocast from forward: models are evaluated in float32
             self.accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)
+            narrow_again(narrow)
         self.accelerator.free_memory()
         return model.requires_grad_(False)
 

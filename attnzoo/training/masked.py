@@ -206,9 +206,9 @@ class MaskedRun(EncoderRun):
         )
         return train, held_out
 
-    def load_model(self) -> PreTrainedModel:
+    def load(self, **options: Any) -> PreTrainedModel:
         """Return the swapped model with its saved weights and its head for masked tokens."""
-        return load_model(self.path, self.spec, AutoModelForMaskedLM)
+        return load_model(self.path, self.spec, AutoModelForMaskedLM, **options)
 
     def quality(self, model: PreTrainedModel, *, is_original: bool = False) -> MaskedQuality:
         """Return how well a model predicts masked tokens of the held-out texts."""

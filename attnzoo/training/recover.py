@@ -311,7 +311,7 @@ def _transfer(model: PreTrainedModel, run: Run, config: RecoverConfig) -> PreTra
     """Run attention transfer on all layers at once, or block by block."""
     layers, reason = trainable_layers(model), "the backends have no parameters of their own"
     if config.transfer_from is not None:
-        reused = reuse_transfer(model, Path(config.transfer_from))
+        reused = reuse_transfer(model, Path(config.transfer_from), run.provenance["model"])
         run.log(f"transfer of {len(reused)} layers is reused from {config.transfer_from}")
         layers, reason = [name for name in layers if name not in reused], "all layers are reused"
     if not layers or not config.transfer_steps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any
@@ -9,13 +10,20 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from attnzoo.evaluation.data import load_tokenizer
 from attnzoo.evaluation.decoding import measure_together
 from attnzoo.evaluation.margins import mean_of
 from attnzoo.evaluation.models import max_positions
+from attnzoo.hf.saving.companions import copy_companions, move_files
+from attnzoo.hf.saving.dtype import cast_weights
 from attnzoo.hf.swap.convert import original_attention
+from attnzoo.report.atomic_write import atomic_write
+from attnzoo.training.checkpoints import explain_write_errors
 from attnzoo.training.head_entropy import make_entropy_log
+from attnzoo.training.loop import read_losses
 from attnzoo.training.lr_find import read_found
-from attnzoo.training.runs import Run
+from attnzoo.training.report import write_pages
+from attnzoo.training.runs import RESULTS, Run
 
 LENGTHS = (256, 1024, 4096)  # context lengths at which decoding is timed, in tokens
 MARGIN = 16  # positions left free for the timed tokens
@@ -40,9 +48,35 @@ def complete(
         run.loop.entropy_log = make_entropy_log(run)
         run.loop.keep_best, run.loop.make_judge, run.loop.log = run.keep_best, run.judge, run.log
         model, further = train(run)
+        model = run.whole(model)
         results = {**_collect(run, model, run.evaluate_result(model)), **further}
-        run.save(model, results)
+        save(run, model, results)
         return results
+
+
+def save(run: Run, model: PreTrainedModel, results: Mapping[str, Any]) -> None:
+    """Write model, tokenizer and results to a run's folder; called by all processes.
+
+    The weights have the data type of the model that came in. The results are written last: they
+    mark a finished run.
+    """
+    if run.accelerator.is_main_process:
+        partial = run.out / "model.partial"
+        model.requires_grad_(True)
+        cast_weights(model, run.dtype)
+        tokenizer = load_tokenizer(run.path)
+        with explain_write_errors(run.checkpoints):
+            model.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+            copy_companions(run.path, partial)
+            move_files(partial, run.out)
+            write_pages(run.out, results, read_losses(run.out), run.command)
+            text = json.dumps(results, indent=2, allow_nan=False)
+            atomic_write(run.out / RESULTS[run.command], text)
+        run.checkpoints.clear()
+    if run.config.report_to:
+        run.accelerator.end_training()
+    run.accelerator.wait_for_everyone()
 
 
 def _collect(run: Run, model: PreTrainedModel, lines: dict[str, Any]) -> dict[str, Any]:

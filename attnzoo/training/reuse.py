@@ -19,7 +19,7 @@ from attnzoo.training.plan import Transferred, options_text, weights_fingerprint
 from attnzoo.training.transfer import swapped_layers, trainable_layers
 
 
-def reuse_transfer(model: PreTrainedModel, folder: Path) -> list[str]:
+def reuse_transfer(model: PreTrainedModel, folder: Path, weights: str) -> list[str]:
     """Copy the extras of a saved model into the layers that have the same backend and options.
 
     One run over all layers serves every plan.
@@ -27,6 +27,7 @@ def reuse_transfer(model: PreTrainedModel, folder: Path) -> list[str]:
     Args:
         model: A swapped model.
         folder: A saved swap of the same model whose own weights were not trained.
+        weights: Fingerprint of the model's weights.
 
     Returns:
         The names of the layers.
@@ -35,7 +36,7 @@ def reuse_transfer(model: PreTrainedModel, folder: Path) -> list[str]:
         SpecError: The saved model has other weights, or no layer in common.
     """
     saved: Any = load_model(folder, None, type(model))
-    if weights_fingerprint(saved) != weights_fingerprint(model):
+    if weights_fingerprint(saved) != weights:
         raise SpecError(
             f"{str(folder)!r} has other weights than the model, whose layers it was trained to "
             "match; give a run of this model with transfer only (--distil-steps 0, or --train "

@@ -17,20 +17,17 @@ from accelerate.utils import DistributedType, broadcast_object_list
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attnzoo.backends.parts.recurrent import RecurrentBackend
 from attnzoo.errors import ConfigError, SpecError
-from attnzoo.evaluation.data import EvalBatch, load_tokenizer, string_tokenizer
+from attnzoo.evaluation.data import EvalBatch, string_tokenizer
 from attnzoo.evaluation.equal_memory import EqualWindow
 from attnzoo.evaluation.kernel_checks import check_model_kernels
 from attnzoo.evaluation.quality import NonFiniteError
-from attnzoo.hf.adapters.lora import with_adapters
+from attnzoo.hf.adapters.lora import add_adapters, with_adapters
 from attnzoo.hf.context_parallel import check_model
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.names import NAME
-from attnzoo.hf.saving.companions import copy_companions, move_files
-from attnzoo.hf.saving.dtype import cast_weights, round_weights, saved_dtype
+from attnzoo.hf.saving.dtype import round_weights, saved_dtype
 from attnzoo.hf.swap.convert import original_attention, restore, swap
-from attnzoo.report.atomic_write import atomic_write
 from attnzoo.spec import AttentionSpec
 from attnzoo.training import best_state
 from attnzoo.training.baselines import Baselines
@@ -40,10 +37,10 @@ from attnzoo.training.checkpoints import (
     CheckpointError,
     Checkpoints,
     check_run_folder,
-    explain_write_errors,
 )
 from attnzoo.training.data import MIN_REPEAT_LENGTH
 from attnzoo.training.eval_rows import rows_to_eval_batch
+from attnzoo.training.frozen_weights import require_frozen_weights
 from attnzoo.training.lengths import (
     equal_sentence,
     find_equal_window,
@@ -59,7 +56,6 @@ from attnzoo.training.loop import (
     Loss,
     OnStep,
     Stage,
-    read_losses,
 )
 from attnzoo.training.lr_find import check_lr_find
 from attnzoo.training.model_card import about_run
@@ -72,12 +68,11 @@ from attnzoo.training.quality import (
     widest_window,
     with_original_continuations,
 )
-from attnzoo.training.report import write_pages
 from attnzoo.training.sharding import check_folders, context_mesh, make_accelerator
 from attnzoo.training.train_config import TrainConfig
 from attnzoo.training.transfer import extras, output_extras, swapped_layers
 from attnzoo.training.verdict import verdict
-from attnzoo.training.window_dropout import draw_heads
+from attnzoo.training.window_dropout import decay_window_dropout
 
 BASELINES_DONE = "window alone"  # the last one that is evaluated
 AT = " @ "  # in names of results on longer rows, before their length
@@ -150,7 +145,7 @@ class Run:
             check_run_folder(out, resume=resume)
         with self.accelerator.local_main_process_first():  # the others find its rows in the cache
             train, self.held_out = self.load_rows(data, column)
-        self.dtype = saved_dtype(path)  # trained in float32, saved in this one
+        self.dtype = saved_dtype(path)  # that the model is saved in again
         self.model: Any = self.load_model()
         self.mesh = context_mesh(self.accelerator, loop.cp_size)
         if self.mesh is not None:
@@ -216,7 +211,7 @@ class Run:
 
     def _fingerprint(self, planned: str | None) -> str:
         """Return the fingerprint of the model's weights, which is that of the plan, if any."""
-        fingerprint = weights_fingerprint(self.model)
+        fingerprint = weights_fingerprint(self.load_whole() if self.is_narrow else self.model)
         if planned is not None and planned != fingerprint:
             raise SpecError(
                 "The plan was made for a model with other weights than those in "
@@ -277,9 +272,29 @@ class Run:
         """Return training rows and held-out rows."""
         return load_rows(self.path, data, column, self.config)
 
+    def load(self, **options: Any) -> PreTrainedModel:
+        """Return the swapped model with its saved weights; ``options`` are of ``load_model``."""
+        return load_causal(self.path, self.spec, **options)
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether frozen weights are rounded while the run trains."""
+        return self.config.dtype != "float32"
+
     def load_model(self) -> PreTrainedModel:
-        """Return the swapped model with its saved weights."""
-        return load_causal(self.path, self.spec)
+        """Return the model that is trained.
+
+        Raises:
+            AttnzooError: As :func:`require_frozen_weights` and ``load_model``.
+        """
+        dtype, in_4 = self.config.dtype, self.config.load_in_4bit
+        require_frozen_weights(dtype, in_4, self.accelerator)
+        quantized = {"load_in_4bit": True, "device": self.accelerator.device} if in_4 else {}
+        return self.load(dtype=getattr(torch, dtype), **quantized)
+
+    def load_whole(self) -> PreTrainedModel:
+        """Return the model in the data type that it is saved in."""
+        return self.load(dtype=self.dtype)
 
     def load_softmax_model(self) -> PreTrainedModel:
         """Return the model with softmax attention; flash under context parallelism."""
@@ -416,6 +431,7 @@ class Run:
         """
         load = self.load_softmax_model
         tuned = self.train(load(), "softmax", steps, make_loss, load, before_step, **options)
+        tuned = self._on_device(tuned)
         self.baselines.evaluate("softmax tuned", lambda: self.quality(tuned))
 
     def keep_best(self, model: nn.Module, stage: Stage) -> BestState | None:
@@ -525,59 +541,47 @@ class Run:
         return prepared, groups
 
     def merge_adapters(self, trained: Any) -> PreTrainedModel:
-        """Return a trained model with its adapters merged, on the run's device."""
-        trained = trained.merge_and_unload() if self.config.train == "lora" else trained
-        model: PreTrainedModel = trained.to(self.accelerator.device)
+        """Return a trained model with its adapters merged.
+
+        It is on the run's device, or, if frozen weights are narrow, in the memory of the CPU.
+        """
+        if self.config.train != "lora":
+            model: PreTrainedModel = trained
+        elif self.is_narrow:
+            return self._merged_to_whole(trained)
+        else:
+            model = trained.merge_and_unload()
+        return self._on_device(model)
+
+    def whole(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Return a trained model with weights that are not rounded, to evaluate and save it.
+
+        It takes the place of the run's model, whose memory is freed before it needs its own.
+        """
+        if not self.is_narrow:
+            return model
+        if model is self.model:  # without adapters
+            model = self._merged_to_whole(model)
+        self.model = model
+        return self._on_device(model)
+
+    def _on_device(self, model: Any) -> PreTrainedModel:
+        moved: PreTrainedModel = model.to(self.accelerator.device)
+        return moved
+
+    @torch.no_grad()
+    def _merged_to_whole(self, trained: Any) -> PreTrainedModel:
+        """Return the saved model with the adapters and the extras of a trained one.
+
+        The weights that adapters are added to are not those that were rounded, so that rounding
+        is no part of the result.
+        """
+        model = self.load_whole()
+        if not swapped_layers(trained):
+            restore(model)
+        add_adapters(model, trained)
         return model
 
     def step_callback(self, model: nn.Module, steps: int) -> Callable[[int], None]:
-        """Return a ``before_step`` that decays ``window_dropout`` linearly to 0 over the steps.
-
-        Source: scheduled sliding-window dropout, arXiv:2510.05901.
-
-        Raises:
-            SpecError: ``window_dropout`` is set, but no layer has a window and a linear branch.
-        """
-        share, seed = self.config.window_dropout, self.config.loop.seed
-        hybrids = [
-            backend
-            for backend in swapped_layers(model).values()
-            if isinstance(backend, RecurrentBackend) and backend.far_log_weight is not None
-        ]
-        if share and not hybrids:
-            raise SpecError(
-                "window_dropout needs a layer with a window and a linear branch, such as "
-                "gated_linear or delta with window=32; leave it out"
-            )
-
-        def before_step(step: int) -> None:
-            now = share * (1 - step / steps)
-            for backend in hybrids:
-                heads = draw_heads(now, 100_000 * seed + step, backend.geometry)
-                backend.linear_only_heads = heads
-
-        return before_step
-
-    def save(self, model: PreTrainedModel, results: Mapping[str, Any]) -> None:
-        """Write model, tokenizer and results to the run's folder; called by all processes.
-
-        The weights have the data type of the model that came in. The results are written last: they
-        mark a finished run.
-        """
-        if self.accelerator.is_main_process:
-            partial = self.out / "model.partial"
-            model.requires_grad_(True)
-            cast_weights(model, self.dtype)
-            tokenizer = load_tokenizer(self.path)
-            with explain_write_errors(self.checkpoints):
-                model.save_pretrained(partial)
-                tokenizer.save_pretrained(partial)
-                copy_companions(self.path, partial)
-                move_files(partial, self.out)
-                write_pages(self.out, results, read_losses(self.out), self.command)
-                text = json.dumps(results, indent=2, allow_nan=False)
-                atomic_write(self.out / RESULTS[self.command], text)
-            self.checkpoints.clear()
-        if self.config.report_to:
-            self.accelerator.end_training()
-        self.accelerator.wait_for_everyone()
+        """Return the ``before_step`` of a stage with so many steps."""
+        return decay_window_dropout(model, self.config.window_dropout, self.config.loop.seed, steps)

@@ -84,11 +84,9 @@ class StudentRun(Run):
         """Return the fingerprints of the student's and of the teacher's weights."""
         return f"{super()._fingerprint(planned)}+{weights_fingerprint(self.teacher)}"
 
-    def load_model(self) -> PreTrainedModel:
+    def load(self, **options: Any) -> PreTrainedModel:
         """Return the student, whose recurrent layers run on attnzoo's ops on CPUs."""
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            self.path, dtype=torch.float32
-        )
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(self.path, **options)
         model.register_forward_pre_hook(separate_documents, with_kwargs=True)
         return speed_up(model)
 
@@ -136,6 +134,7 @@ def require_student_settings(config: Any) -> None:
         "train_on": ("all", "only whole texts are tested"),
         "teacher_dtype": (None, "the teacher is a model of its own, which is evaluated too"),
         "offload_teacher": (False, "the teacher is a model of its own, which is evaluated too"),
+        "dtype": ("float32", "recurrent layers are trained, which need float32"),
     }
     for name, (value, reason) in unset.items():
         if getattr(config, name) != value:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from accelerate.tracking import get_available_trackers
@@ -45,6 +45,10 @@ class TrainConfig:
     label_smoothing_factor: float = 0.0  # of cross-entropy, as in TrainingArguments
     window_dropout: float = 0.0  # initial fraction of a hybrid's heads without their window
     gradient_checkpointing: bool = False
+    # data type of frozen weights: "float32", or "bfloat16" with train="lora" or "extras", which
+    # trains under autocast to bfloat16; what is trained is in float32
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    load_in_4bit: bool = False  # frozen linear layers in 4 bits, the rest in bfloat16 (QLoRA)
     report_to: str | None = None  # a tracker of Accelerate, such as "tensorboard"
     recipe: str | None = None  # the name of these settings, for the model card
     loop: LoopConfig = field(default_factory=LoopConfig)
@@ -103,8 +107,33 @@ class TrainConfig:
                 raise ConfigError(f"{name} must be from 0 to 1, got {getattr(self, name)}")
         if self.train not in ("extras", "lora", "full"):
             raise ConfigError(f"train must be 'extras', 'lora' or 'full', got {self.train!r}")
+        self._check_frozen_weights()
         if self.report_to is not None:
             _check_tracker(self.report_to)
+
+    def _check_frozen_weights(self) -> None:
+        """Raise an error for narrow weights that are trained, or in another autocast."""
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ConfigError(
+                f"dtype must be 'float32' or 'bfloat16', got {self.dtype!r}; load_in_4bit has "
+                "linear layers in 4 bits"
+            )
+        if self.load_in_4bit:
+            object.__setattr__(self, "dtype", "bfloat16")
+        if self.dtype == "float32":
+            return
+        given = "load_in_4bit" if self.load_in_4bit else "dtype='bfloat16'"
+        if self.train == "full":
+            raise ConfigError(
+                f"{given} is for frozen weights, but train='full' trains them, and small updates "
+                "are lost in bfloat16; use train='lora', or precision='bf16' with float32 weights"
+            )
+        if self.loop.precision not in (None, "bf16"):
+            raise ConfigError(
+                f"{given} computes in bfloat16, but precision is {self.loop.precision!r}; leave "
+                "precision out, or give 'bf16'"
+            )
+        object.__setattr__(self, "loop", replace(self.loop, precision="bf16"))
 
     def _check_max_tokens(self) -> None:
         """Raise an error if the number of tokens that are read is invalid."""

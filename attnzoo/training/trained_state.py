@@ -29,8 +29,9 @@ def without_frozen_weights(model: nn.Module) -> Iterator[None]:
     }
 
     def remove_frozen(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
-        for name in frozen:
-            state.pop(name, None)
+        for name in list(state):  # those in 4 bits have scales, whose names begin as theirs
+            if name in frozen or name.rpartition(".weight.")[0] + ".weight" in frozen:
+                del state[name]
 
     def accept_missing(module: nn.Module, keys: Any) -> None:
         keys.missing_keys[:] = [name for name in keys.missing_keys if name not in frozen]

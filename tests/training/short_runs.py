@@ -8,7 +8,7 @@ import pytest
 from attnzoo.evaluation import generation
 from attnzoo.evaluation.equal_memory import EqualWindow
 from attnzoo.report import page
-from attnzoo.training import best_state, head_entropy, lengths, results, runs
+from attnzoo.training import best_state, head_entropy, lengths, results
 
 HELD_OUT_ROWS = best_state.ROWS  # of a run that is not shortened
 
@@ -20,7 +20,7 @@ def shorten_runs(patch: Callable[[object, str, Any], None], *, held_out_rows: in
         patch: Sets an attribute: ``setattr``, or that of a ``MonkeyPatch``.
         held_out_rows: Rows on which a stage's states are compared, five times a stage.
     """
-    write_pages = runs.write_pages
+    write_pages = results.write_pages
 
     def write_without_pictures(*args: Any) -> None:
         with pytest.MonkeyPatch.context() as context:
@@ -33,4 +33,4 @@ def shorten_runs(patch: Callable[[object, str, Any], None], *, held_out_rows: in
     patch(results, "LENGTHS", (16,))
     patch(generation, "NEW_TOKENS", 8)
     patch(head_entropy, "MEASUREMENTS", 2)
-    patch(runs, "write_pages", write_without_pictures)
+    patch(results, "write_pages", write_without_pictures)

@@ -77,6 +77,16 @@ def config(**options):
     return RecoverConfig(**{**given, "loop": loop, **options})
 
 
+def test_frozen_weights_in_bfloat16_are_no_part_of_the_result(encoder, lines, tmp_path):
+    recover(encoder, SPEC, [lines], out := tmp_path / "out", config(dtype="bfloat16"))
+    saved, exact = (hf.AutoModelForMaskedLM.from_pretrained(p).state_dict() for p in (out, encoder))
+    frozen = [n for n in exact if "LayerNorm" in n or "embeddings" in n]
+    assert frozen
+    for name in frozen:
+        assert torch.equal(saved[name], exact[name]), name
+    assert any(not torch.equal(saved[name], x) for name, x in exact.items())
+
+
 @pytest.mark.parametrize("train", ["extras", "lora", "full"])
 def test_trained_weights_and_results(encoder, lines, tmp_path, train):
     out = tmp_path / "out"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -51,6 +52,32 @@ def with_adapters(
             task_type=task,
         ),
     )
+
+
+@torch.no_grad()
+def add_adapters(model: nn.Module, trained: Any) -> None:
+    """Add what was trained beside frozen weights to a model of the same architecture.
+
+    The sum of a weight and its adapter is computed in float32, and rounded once to the type of the
+    weight.
+
+    Args:
+        model: The model, whose weights are changed.
+        trained: A swapped model, with LoRA adapters or without. Its frozen weights may be rounded,
+            or quantized.
+    """
+    from peft import PeftModel
+    from peft.tuners.lora import LoraLayer
+
+    base = trained.get_base_model() if isinstance(trained, PeftModel) else trained
+    extras = {n: x for n, x in base.state_dict().items() if f".{NAME}." in n}
+    model.load_state_dict(extras, strict=False)
+    adapted: dict[str, Any] = {n: m for n, m in base.named_modules() if isinstance(m, LoraLayer)}
+    for name, layer in adapted.items():
+        weight: Any = model.get_submodule(name).weight
+        for adapter in layer.active_adapters:
+            delta = layer.get_delta_weight(adapter).float().to(weight.device)
+            weight.data = (weight.data.float() + delta).to(weight.dtype)
 
 
 def _check_names(model: nn.Module, names: Sequence[str]) -> None:
