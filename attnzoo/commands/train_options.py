@@ -206,6 +206,10 @@ class TrainOptions:
             "--gradient-checkpointing", help="recompute layers in the backward pass, to save memory"
         ),
     ] = False
+    torch_compile: Annotated[
+        bool,
+        typer.Option("--torch-compile", help="compile layers (torch.compile) in training steps"),
+    ] = False
     dtype: Annotated[
         str,
         typer.Option(
@@ -270,6 +274,7 @@ class TrainOptions:
             checkpoint_minutes=self.checkpoint_minutes,
             entropy_every=self.entropy_every,
             lr_find_steps=self.lr_find_steps,
+            torch_compile=self.torch_compile,
             cp_size=self.cp_size,
             seed=self.seed,
             precision=self.precision,

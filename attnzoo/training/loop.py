@@ -10,7 +10,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from attnzoo.errors import AttnzooError, ConfigError
 from attnzoo.hf.context_parallel import context_parallel
 from attnzoo.training.best_state import BestState, LastState, random_state_kept
 from attnzoo.training.checkpoints import Checkpoints, explain_write_errors
+from attnzoo.training.compiled import CompiledLayers
 from attnzoo.training.data import Rows
 from attnzoo.training.frozen_weights import narrow_again, widen
 from attnzoo.training.head_entropy import HEADS, EntropyLog
@@ -47,7 +48,7 @@ from attnzoo.training.sharding import (
     prepare_cp_loader,
     with_label_counts,
 )
-from attnzoo.training.trained_state import without_frozen_weights
+from attnzoo.training.trained_state import restored, without_frozen_weights
 
 LOSSES = "losses.jsonl"
 DIVERGENCE_ADVICE = (
@@ -119,6 +120,7 @@ class LoopConfig:
     clip: float = 1.0  # largest gradient norm
     weight_decay: float = 0.0  # of matrices, not of norms, biases and decays of backends
     betas: tuple[float, float] = BETAS  # of AdamW
+    torch_compile: bool = False  # of layers, in training steps
     lr_find_steps: int = 0  # of each short run that searches the rates of a stage; 0: no search
     seed: int = 0
     checkpoint_every: int = 50  # steps; 0: at the end of each stage, and by checkpoint_minutes
@@ -180,6 +182,11 @@ class LoopConfig:
             raise ConfigError(
                 f"entropy_every must be at least 0 steps (0: never), got {self.entropy_every}"
             )
+        if self.torch_compile and self.cp_size > 1:
+            raise ConfigError(
+                "torch_compile compiles layers, but those of cp_size > 1 exchange states between "
+                "processes; leave one of them out"
+            )
         check_optimizer(self.optim)
         check_schedule(self.lr_scheduler_type, self.lr_scheduler_kwargs)
 
@@ -227,6 +234,7 @@ class Loop:
         self.entropy_log: EntropyLog | None = None
         self.keep_best: Callable[[nn.Module, Stage], LastState | None] = lambda model, stage: None
         self.log: Callable[[str], None] = lambda text: None
+        self.compiled: AbstractContextManager[Any] = nullcontext()  # of training steps
         self.total = 0  # steps of the stages so far
         self.saved = time.monotonic()  # time of the last checkpoint
         if accelerator.is_main_process:
@@ -312,7 +320,7 @@ class Loop:
         """
         scaler = self.accelerator.scaler
         scale = None if scaler is None else scaler.state_dict()
-        with _restored(model), random_state_kept():
+        with restored(model), random_state_kept():
             wrapped, optimizer, schedule, loader = self._prepare(model, replace(stage, steps=steps))
             batches = self._batches(loader, 0)
             model.train()
@@ -336,6 +344,15 @@ class Loop:
     def _prepare(self, model: nn.Module, stage: Stage) -> Any:
         """Return the prepared model, optimizer, schedule and loader of a stage."""
         optimizer, schedule = self._optimizer(model, stage)
+        if (
+            self.config.torch_compile
+            and self.accelerator.distributed_type == DistributedType.DEEPSPEED
+        ):
+            raise ConfigError(
+                "torch_compile compiles layers in place, which DeepSpeed's engine wraps; leave it "
+                "out, or train with DDP or FSDP2"
+            )
+        self.compiled = CompiledLayers(model) if self.config.torch_compile else nullcontext()
         return self.accelerator.prepare(model, optimizer, schedule, self._loader(stage))
 
     def _callable(self, model: nn.Module, wrapped: nn.Module) -> nn.Module:
@@ -397,7 +414,7 @@ class Loop:
         batches = with_label_counts(self.accelerator, batches)
         for number, batch in enumerate(batches, 1):
             sync = accumulate_gradients(self.accelerator, model, last=number == len(batches))
-            with sync, self._shard_batch(model, batch) as shard:
+            with sync, self.compiled, self._shard_batch(model, batch) as shard:
                 with self.accelerator.autocast(), self.autocast():
                     loss = stage.loss(model, shard)
                 if self.accelerator.distributed_type not in SHARDED:
@@ -555,23 +572,6 @@ class Loop:
 
         progress = {**progress, "best": best.prefix}
         self.checkpoints.write(progress, save, main=self.accelerator.is_main_process)
-
-
-@contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
-    """Context after which a model has the parameters, buffers and modes that it had before."""
-    modes = {module: module.training for module in model.modules()}
-    tensors = [p for p in model.parameters() if p.requires_grad] + list(model.buffers())
-    saved = [x.detach().clone() for x in tensors]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for x, before in zip(tensors, saved, strict=True):
-                x.copy_(before)
-                x.grad = None
-        for module, training in modes.items():
-            module.training = training
 
 
 def zero_loss(stage: Stage) -> Tensor:

@@ -1,4 +1,7 @@
-"""State dicts without frozen weights, which a resumed run reads from the model's folder again."""
+"""What training changes: state dicts without frozen weights, and a context that restores it.
+
+A resumed run reads frozen weights from the model's folder again.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from attnzoo.training.transfer import extras
@@ -45,3 +49,20 @@ def without_frozen_weights(model: nn.Module) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Context after which a model has the parameters, buffers and modes that it had before."""
+    modes = {module: module.training for module in model.modules()}
+    tensors = [p for p in model.parameters() if p.requires_grad] + list(model.buffers())
+    saved = [x.detach().clone() for x in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for x, before in zip(tensors, saved, strict=True):
+                x.copy_(before)
+                x.grad = None
+        for module, training in modes.items():
+            module.training = training
