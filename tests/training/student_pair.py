@@ -4,7 +4,6 @@ import inspect
 
 import torch
 import transformers as hf
-from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from attnzoo.hf.models.speed_up import RULES
 from attnzoo.hf.stock.convert import convert_files
@@ -50,6 +49,8 @@ def write_pair(place, to, layers, recurrent):
 
 def run_torch_functions(patch):
     """Let stock layers run torch's functions where flash-linear-attention is installed."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5  # it imports flash-linear-attention
+
     for rule in RULES:
         if hasattr(modeling_qwen3_5, rule):
             function = inspect.unwrap(getattr(modeling_qwen3_5, rule))

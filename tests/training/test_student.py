@@ -37,24 +37,6 @@ def pairs(tmp_path_factory):
     return places
 
 
-@pytest.fixture(params=TEACHERS)
-def to(request):
-    """The class of the student."""
-    return request.param
-
-
-@pytest.fixture
-def folders(pairs, to):
-    """The folder of both models of a class."""
-    return pairs[to]
-
-
-@pytest.fixture
-def one_pair(pairs):
-    """The folder of both models of one class, for what does not depend on the class."""
-    return pairs["qwen3_5_text"]
-
-
 def layer_name(to):
     return {"qwen3_5_text": "linear_attn", "granitemoehybrid": "mamba"}[to]
 
@@ -149,8 +131,9 @@ def test_a_run_is_resumed(one_pair, text, tmp_path, interrupt):
     assert all(torch.equal(x, other[name]) for name, x in one.items())
 
 
-def test_the_window_of_equal_memory_is_that_of_the_cache(folders):
-    student = attnzoo.speed_up(load(folders / "student"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_window_of_equal_memory_is_that_of_the_cache(folders, dtype):
+    student = attnzoo.speed_up(load(folders / "student").to(dtype))
     cache = hf.DynamicCache(config=student.config)
     with torch.no_grad():
         student(torch.arange(2, 98)[None], past_key_values=cache)
@@ -161,10 +144,10 @@ def test_the_window_of_equal_memory_is_that_of_the_cache(folders):
         for x in (found.values() if isinstance(found, dict) else [found])
     )
     token = (full.keys.nbytes + full.values.nbytes) // 96
-    equal = equal_window(student.config, 1000, 4)
+    equal = equal_window(student.config, 1000, dtype.itemsize)
     assert equal.windows == {1: state // token}
     assert equal.swap_bytes == state + 1000 * token
-    assert equal_window(student.config, state // token, 4).windows == {1: None}
+    assert equal_window(student.config, state // token, dtype.itemsize).windows == {1: None}
 
 
 REFUSED = {

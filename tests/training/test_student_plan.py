@@ -28,24 +28,6 @@ def pairs(tmp_path_factory):
     return places
 
 
-@pytest.fixture(params=TEACHERS)
-def to(request):
-    """The class of the student."""
-    return request.param
-
-
-@pytest.fixture
-def folders(pairs, to):
-    """The folder of both models of a class."""
-    return pairs[to]
-
-
-@pytest.fixture
-def one_pair(pairs):
-    """The folder of both models of one class, for what does not depend on the class."""
-    return pairs[QWEN["to"]]
-
-
 def logits_of(folders, to, numbers):
     """Return the logits of a student with some recurrent layers, whose weights are copied."""
     converted = attnzoo.convert(
