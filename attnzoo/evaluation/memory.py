@@ -59,8 +59,8 @@ class MemoryUse:
         cache: Keys and values, or states, after the prompt; ``None`` if it does not decode.
         step: Used by decoding one token, beyond weights and cache.
         teacher: Weights of a model that teaches beside the one that is trained.
-        whole: Whole weights, which a process of sharded training holds, with the teacher, before
-            they are sharded and after training; 0 if ``parameters`` are whole.
+        whole: Whole weights, which the main process of sharded training holds, with the teacher,
+            before they are sharded and after training; 0 if ``parameters`` are whole.
     """
 
     parameters: int

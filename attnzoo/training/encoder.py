@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from attnzoo.errors import SpecError
@@ -172,8 +173,12 @@ class EmbeddingRun(EncoderRun):
     def set_eval_data(self, held_out: Texts) -> None:
         """Set the held-out texts and compute the original model's embeddings of them."""
         super().set_eval_data(held_out)
-        with original_attention(self.model):
-            self.originals = embeddings(self.model, self.texts)
+
+        def embed() -> Tensor:
+            with original_attention(self.model):
+                return embeddings(self.model, self.texts)
+
+        self.originals = self.main.run(embed)
 
     def quality(self, model: PreTrainedModel, *, is_original: bool = False) -> EmbeddingSimilarity:
         """Return the similarity of a model's embeddings to the original model's."""

@@ -83,6 +83,7 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     load_in_4bit: bool = False,
     device: torch.device | None = None,
+    empty: bool = False,
 ) -> PreTrainedModel:
     """Load a model with its attention swapped by ``spec`` or by its own config.
 
@@ -93,6 +94,7 @@ def load_model(
         dtype: Data type of the weights.
         load_in_4bit: Whether linear layers, but for the head and what backends add, are in 4 bits.
         device: Device of weights in 4 bits; ``None`` for the current one.
+        empty: Whether to build the model on the meta device, without weights.
 
     Raises:
         SpecError: The model is already swapped and a spec is given, or neither.
@@ -111,13 +113,18 @@ def load_model(
     if spec is not None:
         config.attnzoo = spec.to_dict()
     options = {"config": config, "attn_implementation": NAME, "dtype": dtype}
+    build = getattr(cls, "from_config", None) or cls._from_config
+    if empty:
+        with torch.device("meta"):
+            model: PreTrainedModel = build(config, attn_implementation=NAME, dtype=dtype)
+        model.eval()
+        return model
     if load_in_4bit:
         with init_empty_weights():
-            build = getattr(cls, "from_config", None) or cls._from_config
-            empty = build(deepcopy(config), attn_implementation=NAME)
-        options["quantization_config"] = config_of_4_bits(empty)
+            skeleton = build(deepcopy(config), attn_implementation=NAME)
+        options["quantization_config"] = config_of_4_bits(skeleton)
         if device is not None:
             options["device_map"] = {"": device}
     with nullcontext() if swapped else extras_are_new():
-        model: PreTrainedModel = cls.from_pretrained(path, **options)
+        model = cls.from_pretrained(path, **options)
     return model

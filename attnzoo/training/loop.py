@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ from attnzoo.training.frozen_weights import narrow_again, widen
 from attnzoo.training.head_entropy import HEADS, EntropyLog
 from attnzoo.training.json_lines import append_line, read_lines, truncate_lines
 from attnzoo.training.lr_find import find_rates
+from attnzoo.training.main_process import MainProcess
 from attnzoo.training.optimizer import (
     BETAS,
     check_optimizer,
@@ -214,8 +216,10 @@ class Loop:
         make_judge: Returns what evaluates a model on held-out rows, given the model and the stage;
             needed to search rates.
         log: Called with messages.
+        main: Says which processes have whole weights; needed to run a stage.
     """
 
+    main: MainProcess
     make_judge: Callable[[nn.Module, Stage], BestState]
 
     def __init__(
@@ -251,7 +255,8 @@ class Loop:
                 weights if FSDP or DeepSpeed shards them.
 
         Returns:
-            The trained model with full weights on every process: ``model``, or the rebuilt one.
+            The trained model: ``model``, or the rebuilt one if weights are sharded. It has full
+            weights on every process, or on the main process alone, as :class:`MainProcess` says.
 
         Raises:
             DivergenceError: A loss, a gradient norm or a weight is not finite. The last checkpoint
@@ -298,7 +303,7 @@ class Loop:
                 self._save(wrapped, {"total": now, "stage": stage.name}, best)
         best.restore()
         if self.accelerator.distributed_type in SHARDED:
-            model = gather_weights(self.accelerator, wrapped, rebuild())
+            model = gather_weights(self.accelerator, self.main, wrapped, rebuild)
         else:  # removes Accelerate's autocast from forward: models are evaluated in float32
             self.accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)
             narrow_again(narrow)
@@ -343,7 +348,6 @@ class Loop:
 
     def _prepare(self, model: nn.Module, stage: Stage) -> Any:
         """Return the prepared model, optimizer, schedule and loader of a stage."""
-        optimizer, schedule = self._optimizer(model, stage)
         if (
             self.config.torch_compile
             and self.accelerator.distributed_type == DistributedType.DEEPSPEED
@@ -353,7 +357,8 @@ class Loop:
                 "out, or train with DDP or FSDP2"
             )
         self.compiled = CompiledLayers(model) if self.config.torch_compile else nullcontext()
-        return self.accelerator.prepare(model, optimizer, schedule, self._loader(stage))
+        make_optimizer = partial(self._optimizer, model, stage)
+        return self.main.prepare(model, stage.groups, make_optimizer, self._loader(stage))
 
     def _callable(self, model: nn.Module, wrapped: nn.Module) -> nn.Module:
         """Return the model to call for an evaluation: the wrapped one where weights are sharded."""
@@ -369,8 +374,10 @@ class Loop:
         else:
             best.after_step(0)
 
-    def _optimizer(self, model: nn.Module, stage: Stage) -> tuple[torch.optim.Optimizer, Any]:
-        """Return the optimizer of a stage and the schedule of its learning rates."""
+    def _optimizer(
+        self, model: nn.Module, stage: Stage, groups: list[dict[str, Any]]
+    ) -> tuple[torch.optim.Optimizer, Any]:
+        """Return the optimizer of a stage's groups and the schedule of its learning rates."""
         if self.config.optim == "muon" and self.accelerator.distributed_type in SHARDED:
             raise ConfigError(
                 "optim='muon' needs whole matrices, but FSDP or DeepSpeed shards them; use "
@@ -379,7 +386,7 @@ class Loop:
         optimizer = make_optimizer(
             self.config.optim,
             model,
-            stage.groups,
+            groups,
             weight_decay=self.config.weight_decay,
             betas=self.config.betas,
         )

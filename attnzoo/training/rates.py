@@ -70,7 +70,8 @@ def distillation_factor(run: Any, model: Any) -> float:
     known = json.loads(path.read_text("utf-8")) if main and path.is_file() else None
     (known,) = broadcast_object_list([known])
     if known is None:
-        kl = held_out_divergence(model, run.eval_batch.tokens[:16], run.teacher)
+        rows = run.eval_batch.tokens[:16]
+        kl = run.main.run(lambda: held_out_divergence(model, rows, run.teacher))
         known = {"kl": kl, "factor": rate_factor(kl)}
         if main:
             with explain_write_errors(run.checkpoints):

@@ -296,7 +296,8 @@ def _calibrate(run: Run, config: RecoverConfig) -> list[dict[str, Any]]:
     if not config.calibration_rows or not calibrated_layers(run.model):
         return []
     rows, count = run.loop.rows, config.calibration_rows
-    layers = calibrate(run.model, rows.tokens[:count].long(), rows.positions[:count].long())
+    tokens, positions = rows.tokens[:count].long(), rows.positions[:count].long()
+    layers = run.main.run(lambda: calibrate(run.model, tokens, positions))
     if not layers:
         run.log("gates are not calibrated: no row is longer than the window")
     for x in layers:
@@ -311,7 +312,8 @@ def _transfer(model: PreTrainedModel, run: Run, config: RecoverConfig) -> PreTra
     """Run attention transfer on all layers at once, or block by block."""
     layers, reason = trainable_layers(model), "the backends have no parameters of their own"
     if config.transfer_from is not None:
-        reused = reuse_transfer(model, Path(config.transfer_from), run.provenance["model"])
+        folder, weights = Path(config.transfer_from), run.provenance["model"]
+        reused = run.main.run(lambda: reuse_transfer(model, folder, weights))
         run.log(f"transfer of {len(reused)} layers is reused from {config.transfer_from}")
         layers, reason = [name for name in layers if name not in reused], "all layers are reused"
     if not layers or not config.transfer_steps:
@@ -394,6 +396,7 @@ def _distil_loss(model: Any, run: Run, config: RecoverConfig) -> Loss:
             context_parallel=config.loop.cp_size > 1,
             dtype=config.teacher_torch_dtype,
             offload=config.offload_teacher,
+            main=run.main,
         )
     if run.is_encoder:
         return hidden_loss(teacher)

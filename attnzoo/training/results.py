@@ -36,7 +36,8 @@ def complete(
 
     Args:
         run: The run; a finished one is closed only.
-        train: Returns the trained model, with all weights on this process, and further results.
+        train: Returns the trained model, with all weights where :class:`MainProcess` says, and
+            further results.
 
     Returns:
         The content of ``recovery.json`` or ``finetuning.json``.
@@ -44,12 +45,13 @@ def complete(
     with closing(run):
         if run.finished is not None:
             return run.finished
-        run.evaluate_baselines()
+        run.baselines.share(run.main, run.evaluate_baselines)
         run.loop.entropy_log = make_entropy_log(run)
         run.loop.keep_best, run.loop.make_judge, run.loop.log = run.keep_best, run.judge, run.log
         model, further = train(run)
         model = run.whole(model)
-        results = {**_collect(run, model, run.evaluate_result(model)), **further}
+        lines, run.long_lines = run.main.run(lambda: (run.evaluate_result(model), run.long_lines))
+        results = {**_collect(run, model, lines), **further}
         save(run, model, results)
         return results
 
@@ -74,6 +76,7 @@ def save(run: Run, model: PreTrainedModel, results: Mapping[str, Any]) -> None:
             text = json.dumps(results, indent=2, allow_nan=False)
             atomic_write(run.out / RESULTS[run.command], text)
         run.checkpoints.clear()
+    run.main.wait()
     if run.config.report_to:
         run.accelerator.end_training()
     run.accelerator.wait_for_everyone()

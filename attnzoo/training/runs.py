@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.data import EvalBatch, string_tokenizer
 from attnzoo.evaluation.equal_memory import EqualWindow
-from attnzoo.evaluation.kernel_checks import check_model_kernels
+from attnzoo.evaluation.kernel_checks import check_model_kernels, check_named_kernels
 from attnzoo.evaluation.quality import NonFiniteError
 from attnzoo.hf.adapters.lora import add_adapters, with_adapters
 from attnzoo.hf.context_parallel import check_model
@@ -58,6 +58,7 @@ from attnzoo.training.loop import (
     Stage,
 )
 from attnzoo.training.lr_find import check_lr_find
+from attnzoo.training.main_process import MainProcess
 from attnzoo.training.model_card import about_run
 from attnzoo.training.plan import weights_fingerprint
 from attnzoo.training.quality import (
@@ -141,7 +142,8 @@ class Run:
         self.accelerator: Accelerator = make_accelerator(
             loop.seed, tracker=config.report_to, logs=logs, precision=loop.precision, clip=loop.clip
         )
-        if main := self.accelerator.is_main_process:
+        self.main = MainProcess(self.accelerator)
+        if is_main := self.accelerator.is_main_process:
             check_run_folder(out, resume=resume)
         with self.accelerator.local_main_process_first():  # the others find its rows in the cache
             train, self.held_out = self.load_rows(data, column)
@@ -151,7 +153,7 @@ class Run:
         if self.mesh is not None:
             check_model(self.model)
         self.provenance = {
-            "model": self._fingerprint(weights),
+            "model": self.main.run(lambda: self._fingerprint(weights)),
             "spec": getattr(self.model.config, NAME, None),
             "config": json.loads(json.dumps(asdict(config))),  # as in the file of results
             "data": train.fingerprint,
@@ -161,7 +163,7 @@ class Run:
         self.checkpoints = Checkpoints(out, self._identity(), keep=config.loop.keep, log=log)
         with ExitStack() as stack:
             stack.callback(self.close)  # unlocks the folder if what follows fails
-            begun = list(self._begin(resume)) if main else [None, None]
+            begun = list(self._begin(resume)) if is_main else [None, None]
             self.finished, progress = broadcast_object_list(begun)
             if self.finished is not None:
                 log("The run is finished; these are its results.")
@@ -170,13 +172,14 @@ class Run:
             self._log_rows(train, self.held_out)
             self.baselines = Baselines(self.accelerator, self.checkpoints, self.quality_class, log)
             self._find_baselines()
-            self.model.to(self.accelerator.device)
+            self.main.to_device(self.model)
             self.set_eval_data(self.held_out)
             if config.report_to:
                 self.accelerator.init_trackers("attnzoo")
             self.loop = Loop(
                 self.accelerator, train, config.loop, self.checkpoints, progress, on_step, self.mesh
             )
+            self.loop.main = self.main
             self._check_kernels(train[0])
             stack.pop_all()
 
@@ -207,7 +210,10 @@ class Run:
         inputs = {name: x[None] for name, x in row.items() if name != "labels"}
         generates = self.command == "recover" and not self.is_encoder  # in the evaluation
         with self.accelerator.autocast(), self.loop.autocast():
-            check_model_kernels(self.model, inputs, self.log, generate=generates)
+            check = partial(check_model_kernels, self.model, inputs, self.log, generate=generates)
+            found = self.main.run(check)
+        if self.main.lacks_weights:
+            check_named_kernels({x.kernels for x in found}, self.accelerator.device, self.log)
 
     def _fingerprint(self, planned: str | None) -> str:
         """Return the fingerprint of the model's weights, which is that of the plan, if any."""
@@ -257,7 +263,8 @@ class Run:
             raise
 
     def close(self) -> None:
-        """Unlock the run's folder."""
+        """Unlock the run's folder, and close connections."""
+        self.main.close()
         if self.accelerator.is_main_process:
             self.checkpoints.release()
 
@@ -282,13 +289,15 @@ class Run:
         return self.config.dtype != "float32"
 
     def load_model(self) -> PreTrainedModel:
-        """Return the model that is trained.
+        """Return the model that is trained; without weights where another process has them.
 
         Raises:
             AttnzooError: As :func:`require_frozen_weights` and ``load_model``.
         """
         dtype, in_4 = self.config.dtype, self.config.load_in_4bit
         require_frozen_weights(dtype, in_4, self.accelerator)
+        if self.main.lacks_weights:
+            return self.load(empty=True)
         quantized = {"load_in_4bit": True, "device": self.accelerator.device} if in_4 else {}
         return self.load(dtype=getattr(torch, dtype), **quantized)
 
@@ -317,8 +326,10 @@ class Run:
             # fine-tuning is meant to change what the model generates
             string_tokenizer(self.path) if self.command == "recover" else None,
         )
-        found = with_original_continuations(self.model, batch, self.teacher)
-        self.eval_batch: EvalBatch = found
+        cpu = torch.device("cpu")
+        self.eval_batch: EvalBatch = self.main.run(
+            lambda: with_original_continuations(self.model, batch, self.teacher).to(cpu)
+        )
         if self.config.train_on == "all":
             self.long_batches = make_long_batches(
                 self.path,
@@ -432,7 +443,8 @@ class Run:
         load = self.load_softmax_model
         tuned = self.train(load(), "softmax", steps, make_loss, load, before_step, **options)
         tuned = self._on_device(tuned)
-        self.baselines.evaluate("softmax tuned", lambda: self.quality(tuned))
+        evaluate = partial(self.baselines.evaluate, "softmax tuned", lambda: self.quality(tuned))
+        self.baselines.share(self.main, evaluate)
 
     def keep_best(self, model: nn.Module, stage: Stage) -> BestState | None:
         """Return what keeps the best state of a stage; ``None`` if the last one is kept.
@@ -550,7 +562,7 @@ class Run:
         elif self.is_narrow:
             return self._merged_to_whole(trained)
         else:
-            model = trained.merge_and_unload()
+            model = trained.unload() if self.main.lacks_weights else trained.merge_and_unload()
         return self._on_device(model)
 
     def whole(self, model: PreTrainedModel) -> PreTrainedModel:
@@ -566,7 +578,7 @@ class Run:
         return self._on_device(model)
 
     def _on_device(self, model: Any) -> PreTrainedModel:
-        moved: PreTrainedModel = model.to(self.accelerator.device)
+        moved: PreTrainedModel = self.main.to_device(model)
         return moved
 
     @torch.no_grad()

@@ -6,7 +6,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,13 @@ from accelerate.utils import (
 )
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from attnzoo.errors import ConfigError
 from attnzoo.training.data import IGNORE_INDEX
+from attnzoo.training.main_process import MainProcess
 
 SECONDS_UNTIL_SEEN = 60.0  # NFS keeps that a file does not exist for up to acdirmax, 60 s
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
@@ -224,23 +226,34 @@ def accumulate_gradients(
 
 def is_sharded(model: nn.Module) -> bool:
     """Return whether FSDP2 shards a model's weights."""
-    from torch.distributed.tensor import DTensor
-
     return any(isinstance(p, DTensor) for p in model.parameters())
 
 
-def gather_weights(accelerator: Accelerator, sharded: Any, model: nn.Module) -> nn.Module:
-    """Copy the full weights of a sharded model to another model, on every process.
+def gather_weights(
+    accelerator: Accelerator,
+    main: MainProcess,
+    sharded: Any,
+    rebuild: Callable[[], nn.Module],
+) -> nn.Module:
+    """Return a model with the full weights of a sharded one, on each process that has such models.
 
     Args:
         accelerator: The Accelerator that prepared the sharded model.
+        main: Says which processes these are.
         sharded: The sharded model.
-        model: An unprepared model with the same parameters.
+        rebuild: Returns an unprepared model with the same parameters.
     """
     state = accelerator.get_state_dict(sharded)  # complete on the main process only
+    model = rebuild()
     if accelerator.is_main_process:
         model.load_state_dict(state, strict=False)  # has one name for tied weights
-    model.to(accelerator.device)
+    main.to_device(model)
+    if main.alone:
+        for p in sharded.parameters():  # the run still refers to the model
+            local = p.to_local() if isinstance(p, DTensor) else p
+            local.untyped_storage().resize_(0)
+        main.wait()  # it reads a file
+        return model
     for x in (*model.parameters(), *model.buffers()):
         x.data.copy_(broadcast(x.data, from_process=0))
     return model

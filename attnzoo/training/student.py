@@ -73,19 +73,22 @@ class StudentRun(Run):
         self.teacher: Any = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
         self.teacher.requires_grad_(False).eval()
         super().__init__(command, path, spec, data, out, config, **options)
-        if self.finished is None and self.accelerator.distributed_type in SHARDED:
-            self.close()
-            raise SpecError(
-                "FSDP and DeepSpeed do not shard a student and its teacher; use "
-                "DistributedDataParallel (torchrun without a sharding config)"
-            )
 
     def _fingerprint(self, planned: str | None) -> str:
         """Return the fingerprints of the student's and of the teacher's weights."""
         return f"{super()._fingerprint(planned)}+{weights_fingerprint(self.teacher)}"
 
     def load(self, **options: Any) -> PreTrainedModel:
-        """Return the student, whose recurrent layers run on attnzoo's ops on CPUs."""
+        """Return the student, whose recurrent layers run on attnzoo's ops on CPUs.
+
+        Raises:
+            SpecError: Weights are sharded.
+        """
+        if self.accelerator.distributed_type in SHARDED:
+            raise SpecError(
+                "FSDP and DeepSpeed do not shard a student and its teacher; use "
+                "DistributedDataParallel (torchrun without a sharding config)"
+            )
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(self.path, **options)
         model.register_forward_pre_hook(separate_documents, with_kwargs=True)
         return speed_up(model)

@@ -26,7 +26,7 @@ from attnzoo.training.recover import RecoverConfig, recover
 from attnzoo.training.sharding import make_accelerator, set_up_deepspeed
 from tests.training.engines import LAUNCH
 from tests.training.short_runs import HELD_OUT_ROWS
-from tests.training.two_processes import SPEC, searched, ten_steps
+from tests.training.two_processes import DEEP, SPEC, deep_run, searched, ten_steps
 
 RESIZED = attnzoo.AttentionSpec("gated_linear", feature_map="hedgehog", window=4)
 SIZES = RecoverConfig(
@@ -89,7 +89,7 @@ def run(fresh_python):
 def launched(run, saved, text, tmp_path_factory):
     """The folder with the results of several checks, which share one start of two processes."""
     out = tmp_path_factory.mktemp("launched")
-    run("draws,idle,engines,rates,sharded", saved, text, out)
+    run("draws,idle,engines,rates,sharded,deep", saved, text, out)
     return out
 
 
@@ -205,6 +205,21 @@ def test_sharded_weights_take_the_same_steps(saved, text, spec, tmp_path, launch
                 for x in (ours, whole)
             )
             assert float(torch.cosine_similarity(a, b, 0)) > 0.98
+
+
+@pytest.mark.slow
+def test_the_main_process_alone_holds_whole_weights(launched, text, tmp_path):
+    """Under FSDP2 the other one never allocates as much; the losses are those of one process."""
+    folder = launched / "deep-model"
+    model = hf.AutoModelForCausalLM.from_pretrained(folder)
+    whole = sum(4 * p.numel() for p in model.parameters())
+    peak = json.loads((launched / "deep.json").read_text())
+    assert peak < whole  # its half, layers that are gathered, adapters and activations
+    recover(folder, DEEP, [text], tmp_path / "one", deep_run())
+    found, expected = (read_losses(x) for x in (launched / "deep", tmp_path / "one"))
+    assert [x["stage"] for x in found] == ["transfer", "distil", "distil"]
+    ours, one = ([x["loss"] for x in losses[1:]] for losses in (found, expected))
+    assert ours == pytest.approx(one, abs=1e-5)  # nats, of 0.003 to 0.008
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import hashlib
 import json
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ import transformers as hf
 
 import attnzoo
 from attnzoo.errors import ConfigError
+from attnzoo.evaluation.timing import profile_allocations
 from attnzoo.hf import logits
 from attnzoo.training import best_state, sharding
 from attnzoo.training.finetune import FinetuneConfig, finetune
@@ -31,6 +33,13 @@ def config(**changes):
 
 
 SPEC = attnzoo.AttentionSpec("gated_linear", feature_map="hedgehog", window=4)
+# random features are buffers, which checkpoints of models have
+DEEP = attnzoo.AttentionSpec(
+    "linear",
+    feature_map="random",
+    num_features=16,
+    layers={0: {"backend": "gated_linear", "options": {"window": 4}}},
+)
 
 
 class Stopped(Exception):
@@ -80,6 +89,38 @@ def losses(names, model, text, out):
         for parts in (1, 4):
             folder = out / f"{name}-{parts}"
             train(name, model, SPEC, [text], folder, ten_steps(parts))
+
+
+def deep_run():
+    """Return settings whose activations are few beside the weights of :func:`save_deep`."""
+    loop = LoopConfig(batch_size=2)
+    small = {"row_length": 8, "lora_rank": 2, "evaluate_every": 0}
+    return config(train="lora", transfer_steps=1, distil_steps=2, loop=loop, **small)
+
+
+def save_deep(folder, tokenizer):
+    """Save a model of 16 layers, whose head is the embedding, with a tokenizer."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": True}
+    tokens = {"vocab_size": 384, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, **heads, **tokens))
+    model.save_pretrained(folder)
+    hf.AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+
+
+def deep(model, text, out):
+    """Train a deep model with sharded weights; the second process writes its peak of memory."""
+    folder = out / "deep-model"
+    if dist.get_rank() == 0:
+        save_deep(folder, model)
+    dist.barrier()
+    start = partial(train, "fsdp2", folder, DEEP, [text], out / "deep", deep_run())
+    if dist.get_rank() == 0:
+        start()
+    else:
+        peak, _ = profile_allocations(start)
+        (out / "deep.json").write_text(json.dumps(peak))
 
 
 def ten_steps(accumulate):
@@ -204,7 +245,7 @@ if __name__ == "__main__":
     names, *paths = sys.argv[1:]
     dist.init_process_group("gloo")
     shorten_runs(setattr)
-    checks = (sharded, shared, idle, draws, engines, deepspeed, unshared, resize, rates)
+    checks = (sharded, shared, idle, draws, engines, deepspeed, unshared, resize, rates, deep)
     for check in checks:
         if check.__name__ in names.split(","):
             check(*map(Path, paths))
