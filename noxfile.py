@@ -33,7 +33,11 @@ ENGINES = (  # small ones: CTranslate2, llama.cpp, and llama.cpp's converter
 )
 DEEPSPEED = ("deepspeed==0.19.8", "hjson==3.1.0", "msgpack==1.2.4", "py-cpuinfo==9.0.0")
 BITSANDBYTES = ("bitsandbytes==0.50.2",)
-TESTS_OF_4_BITS = ("tests/training/test_four_bits.py", "tests/training/test_frozen_weights.py")
+TESTS_OF_BITSANDBYTES = (
+    "tests/training/test_four_bits.py",
+    "tests/training/test_frozen_weights.py",
+    "tests/training/test_optimizer.py",
+)
 TESTS = (
     "tests/hf",
     "tests/families",
@@ -131,9 +135,9 @@ def deepspeed(session: nox.Session) -> None:
 
 @nox.session
 def bitsandbytes(session: nox.Session) -> None:
-    """Run the tests of weights in 4 bits, which bitsandbytes has kernels of CPUs for."""
+    """Run the tests of weights in 4 bits and optimizers in 8, which it has kernels of CPUs for."""
     env = {**ENV, "PYTHONPATH": str(_folder(session, "bitsandbytes", BITSANDBYTES))}
-    given = session.posargs or ("-n", "0", *TESTS_OF_4_BITS)
+    given = session.posargs or ("-n", "0", *TESTS_OF_BITSANDBYTES)
     session.run(".venv/bin/python", "-m", "pytest", *given, env=env, external=True)
 
 

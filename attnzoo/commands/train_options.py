@@ -130,7 +130,11 @@ class TrainOptions:
         int, typer.Option(help="micro-batches per batch (gradient accumulation)")
     ] = 1
     optim: Annotated[
-        str, typer.Option(help="adamw_torch, or muon for matrices and AdamW for the rest")
+        str,
+        typer.Option(
+            help="adamw_torch; adamw_8bit, paged_adamw_8bit or paged_adamw_32bit (bitsandbytes); "
+            "adafactor; or muon for matrices and AdamW for the rest"
+        ),
     ] = "adamw_torch"
     lr_scheduler_type: Annotated[
         str, typer.Option(help="schedule by transformers' name: cosine, linear, inverse_sqrt, ...")
@@ -224,6 +228,13 @@ class TrainOptions:
             help="frozen linear layers in 4 bits, the rest in bfloat16 (QLoRA); needs bitsandbytes",
         ),
     ] = False
+    activation_offloading: Annotated[
+        bool,
+        typer.Option(
+            "--activation-offloading",
+            help="keep activations in CPU memory until the backward pass, on GPUs",
+        ),
+    ] = False
     report_to: Annotated[
         str | None, typer.Option(help="tracker of Accelerate, such as tensorboard; logs to --out")
     ] = None
@@ -276,6 +287,7 @@ class TrainOptions:
             lr_find_steps=self.lr_find_steps,
             torch_compile=self.torch_compile,
             cp_size=self.cp_size,
+            activation_offloading=self.activation_offloading,
             seed=self.seed,
             precision=self.precision,
             optim=self.optim,

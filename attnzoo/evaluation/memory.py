@@ -30,6 +30,7 @@ from attnzoo.evaluation.allocations import (
 )
 from attnzoo.evaluation.decoding import cache_bytes
 from attnzoo.evaluation.memory_4bit import in_4_bits
+from attnzoo.evaluation.memory_8bit import state_bytes
 from attnzoo.evaluation.memory_case import LOSSES, NF4, MemoryCase, TrainingLoss
 from attnzoo.evaluation.memory_sharding import AccumulatedGradients, GatheredUnits
 from attnzoo.evaluation.models import max_positions
@@ -148,10 +149,12 @@ def measure(case: MemoryCase) -> MemoryUse:
     Raises:
         AttnzooError: The model does not fit the case.
     """
-    if case.gpus > 1 or case.load_in_4bit or case.teacher_dtype == NF4:
+    in_few_bits = case.load_in_4bit or case.optimizer == "adamw_8bit" or case.teacher_dtype == NF4
+    if case.gpus > 1 or in_few_bits:
         raise ConfigError(
-            "One process on the CPU is measured, without gpus, load_in_4bit and "
-            "teacher_dtype='nf4'; leave them out, or compute the memory only"
+            "One process on the CPU is measured, without gpus, load_in_4bit, "
+            "optimizer='adamw_8bit' and teacher_dtype='nf4'; leave them out, or compute the memory "
+            "only"
         )
     torch.manual_seed(0)
     model = build_model(case)
@@ -426,6 +429,8 @@ def _planned_optimizer(model: PreTrainedModel, case: MemoryCase) -> tuple[int, i
     sizes = [x.numel() * x.element_size() for x in model.parameters() if x.requires_grad]
     if case.optimizer == "sgd":
         return 0, 0
+    if case.optimizer == "adamw_8bit":  # its kernels of GPUs update in place
+        return state_bytes(model, (x for x in model.parameters() if x.requires_grad)), 0
     # a root and a quotient of each weight in turn, beside the quotient of the weight before it
     update = max(before + 2 * size for before, size in zip([0, *sizes], sizes, strict=False))
     return 2 * sum(sizes), update  # two moments

@@ -29,7 +29,7 @@ class TrainingLoss(NamedTuple):
     teacher_saved: int = 0
 
 
-OPTIMIZERS = ("adamw", "sgd")
+OPTIMIZERS = ("adamw", "adamw_8bit", "sgd")
 TRAINED = ("full", "lora", "extras")
 TEACHERS = ("shared", "copy", "offloaded")
 SHARDINGS = ("fsdp2", "ddp")
@@ -61,7 +61,8 @@ class MemoryCase:
         length: Tokens per row.
         batch: Rows.
         dtype: Data type of the weights.
-        optimizer: ``"adamw"``, two numbers per trained weight, or ``"sgd"`` without momentum.
+        optimizer: ``"adamw"``, two numbers per trained weight, ``"adamw_8bit"``, the same in 8 bits
+            of bitsandbytes, or ``"sgd"`` without momentum.
         train: ``"full"``, all weights, ``"extras"``, those that the backends add, or ``"lora"``,
             adapters on all linear layers and extras.
         loss: ``"lm"``, that of the model's ``forward``, or one of :func:`register_loss`.
@@ -157,6 +158,11 @@ class MemoryCase:
         if self.load_in_4bit and self.train == "full":
             raise ConfigError(
                 "load_in_4bit is for frozen weights, but train='full' trains them; use 'lora'"
+            )
+        if self.optimizer == "adamw_8bit" and self.shards:
+            raise ConfigError(
+                "optimizer='adamw_8bit' updates whole tensors, but sharding='fsdp2' shards them; "
+                "give sharding='ddp' or optimizer='adamw'"
             )
         if self.load_in_4bit and self.gpus > 1:
             raise ConfigError("load_in_4bit is computed for one GPU; leave gpus out")

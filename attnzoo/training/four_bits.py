@@ -19,16 +19,21 @@ from attnzoo.evaluation.memory_4bit import quantizable_layers
 COMPUTE_DTYPE = torch.bfloat16
 
 
-def require_bitsandbytes() -> None:
+def require_bitsandbytes(
+    need: str = "weights in 4 bits (nf4) need", instead: str = "'bfloat16' needs no other package"
+) -> None:
     """Raise an error if bitsandbytes is not installed.
+
+    Args:
+        need: What needs it, with the verb.
+        instead: What does without it.
 
     Raises:
         UnsupportedError: It is not.
     """
     if find_spec("bitsandbytes") is None:
         raise UnsupportedError(
-            "weights in 4 bits (nf4) need bitsandbytes, which is not installed (pip install "
-            "bitsandbytes); 'bfloat16' needs no other package"
+            f"{need} bitsandbytes, which is not installed (pip install bitsandbytes); {instead}"
         )
 
 

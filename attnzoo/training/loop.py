@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 
 from attnzoo.errors import AttnzooError, ConfigError
 from attnzoo.hf.context_parallel import context_parallel
+from attnzoo.training.activation_offload import offload_activations
 from attnzoo.training.best_state import BestState, LastState, random_state_kept
 from attnzoo.training.checkpoints import Checkpoints, explain_write_errors
 from attnzoo.training.compiled import CompiledLayers
@@ -116,7 +117,7 @@ class LoopConfig:
     accumulate: int = 1  # gradient accumulation: micro-batches per batch
     warmup: float = 0.1  # linear warmup: below 1 a fraction of a stage's steps, else steps
     # as of transformers' TrainingArguments; each stage has a schedule of its own
-    optim: str = "adamw_torch"  # or "muon", for the matrices of the model's own layers
+    optim: str = "adamw_torch"  # or another of attnzoo.training.optimizer.OPTIMIZERS
     lr_scheduler_type: str = "cosine"
     lr_scheduler_kwargs: Mapping[str, Any] = field(default_factory=dict)
     clip: float = 1.0  # largest gradient norm
@@ -134,6 +135,7 @@ class LoopConfig:
     # float32 weights and loss scaling, on GPUs; None is Accelerate's
     precision: str | None = None
     cp_size: int = 1  # context parallelism: processes that split each row
+    activation_offloading: bool = False  # to CPU memory, from the forward to the backward pass
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -189,7 +191,12 @@ class LoopConfig:
                 "torch_compile compiles layers, but those of cp_size > 1 exchange states between "
                 "processes; leave one of them out"
             )
-        check_optimizer(self.optim)
+        if self.torch_compile and self.activation_offloading:
+            raise ConfigError(
+                "activation_offloading is not tested with the tensors that layers of torch_compile "
+                "save; leave one of them out"
+            )
+        check_optimizer(self.optim, self.betas)
         check_schedule(self.lr_scheduler_type, self.lr_scheduler_kwargs)
 
     def warmup_steps(self, steps: int) -> int:
@@ -348,14 +355,6 @@ class Loop:
 
     def _prepare(self, model: nn.Module, stage: Stage) -> Any:
         """Return the prepared model, optimizer, schedule and loader of a stage."""
-        if (
-            self.config.torch_compile
-            and self.accelerator.distributed_type == DistributedType.DEEPSPEED
-        ):
-            raise ConfigError(
-                "torch_compile compiles layers in place, which DeepSpeed's engine wraps; leave it "
-                "out, or train with DDP or FSDP2"
-            )
         self.compiled = CompiledLayers(model) if self.config.torch_compile else nullcontext()
         make_optimizer = partial(self._optimizer, model, stage)
         return self.main.prepare(model, stage.groups, make_optimizer, self._loader(stage))
@@ -378,11 +377,6 @@ class Loop:
         self, model: nn.Module, stage: Stage, groups: list[dict[str, Any]]
     ) -> tuple[torch.optim.Optimizer, Any]:
         """Return the optimizer of a stage's groups and the schedule of its learning rates."""
-        if self.config.optim == "muon" and self.accelerator.distributed_type in SHARDED:
-            raise ConfigError(
-                "optim='muon' needs whole matrices, but FSDP or DeepSpeed shards them; use "
-                "'adamw_torch', or train without sharding"
-            )
         optimizer = make_optimizer(
             self.config.optim,
             model,
@@ -422,7 +416,10 @@ class Loop:
         for number, batch in enumerate(batches, 1):
             sync = accumulate_gradients(self.accelerator, model, last=number == len(batches))
             with sync, self.compiled, self._shard_batch(model, batch) as shard:
-                with self.accelerator.autocast(), self.autocast():
+                offload = offload_activations(
+                    model, self.accelerator.device, enabled=self.config.activation_offloading
+                )
+                with self.accelerator.autocast(), self.autocast(), offload:
                     loss = stage.loss(model, shard)
                 if self.accelerator.distributed_type not in SHARDED:
                     loss = loss + zero_loss(stage)

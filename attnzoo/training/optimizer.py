@@ -1,6 +1,7 @@
 """Optimisers and learning-rate schedules by transformers' names.
 
-The optimisers are AdamW, or Muon for matrices with AdamW for the rest.
+The optimisers are AdamW, with its state in 32 or in 8 bits, Adafactor, and Muon for matrices with
+AdamW for the rest.
 """
 
 from __future__ import annotations
@@ -9,15 +10,23 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 from transformers import SchedulerType
 from transformers.optimization import get_scheduler
+from transformers.utils.import_utils import is_bitsandbytes_available
 
-from attnzoo.errors import ConfigError, did_you_mean
+from attnzoo.errors import ConfigError, UnsupportedError, did_you_mean
+from attnzoo.evaluation.memory_8bit import embedding_weights
+from attnzoo.hf.seam import trainer_optimizer
 from attnzoo.hf.swap.extras import decayed_parameters
+from attnzoo.training.four_bits import require_bitsandbytes
+from attnzoo.training.sharding import SHARDED
 from attnzoo.training.transfer import extras
 
-OPTIMIZERS = ("adamw_torch", "muon")
+PAGED = ("paged_adamw_32bit", "paged_adamw_8bit")  # between the memory of GPU and CPU
+BITSANDBYTES = ("adamw_8bit", "adamw_bnb_8bit", *PAGED)  # the first two are the same
+OPTIMIZERS = ("adamw_torch", *BITSANDBYTES, "adafactor", "muon")
 BETAS = (0.9, 0.95)
 ADAPTIVE = ("reduce_lr_on_plateau", "greedy")  # need the held-out loss during training
 SCHEDULES = tuple(kind.value for kind in SchedulerType if kind.value not in ADAPTIVE)
@@ -80,16 +89,53 @@ class MuonWithAdamW(torch.optim.Optimizer):
         return loss
 
 
-def check_optimizer(name: str) -> None:
-    """Refuse the name of an unknown optimiser.
+def check_optimizer(name: str, betas: tuple[float, float] = BETAS) -> None:
+    """Refuse the name of an unknown optimiser, and betas of one that has none.
 
     Raises:
-        ConfigError: The optimiser is unknown.
+        ConfigError: The optimiser is unknown, or ``"adafactor"`` with other betas than the default.
     """
     if name not in OPTIMIZERS:
         raise ConfigError(
             f"optim must be one of {', '.join(OPTIMIZERS)}, got {name!r}."
             f"{did_you_mean(name, OPTIMIZERS)}"
+        )
+    if name == "adafactor" and tuple(betas) != BETAS:
+        raise ConfigError(
+            f"betas={tuple(betas)} are of AdamW, but optim='adafactor' has no first moment, and "
+            "its decay of the second one is a schedule; leave betas out"
+        )
+
+
+def require_optimizer(name: str, accelerator: Accelerator) -> None:
+    """Raise an error if an optimiser does not run here.
+
+    Args:
+        name: One of :data:`OPTIMIZERS`.
+        accelerator: That of the run.
+
+    Raises:
+        ConfigError: It updates whole tensors, but weights are sharded; or its state is paged
+            between GPU and CPU, but there is no such GPU.
+        UnsupportedError: bitsandbytes is not installed, or too old for transformers.
+    """
+    if name != "adamw_torch" and accelerator.distributed_type in SHARDED:
+        raise ConfigError(
+            f"optim={name!r} updates whole tensors, but FSDP or DeepSpeed shards them; use "
+            "'adamw_torch', whose state is sharded too, or train without sharding"
+        )
+    if name in BITSANDBYTES:
+        instead = "'adafactor' saves memory without it, and 'adamw_torch' needs no other package"
+        require_bitsandbytes(f"optim={name!r} needs", instead)
+        if not is_bitsandbytes_available():
+            raise UnsupportedError(
+                f"optim={name!r} needs a newer bitsandbytes than the one that is installed, by "
+                f"what transformers requires (pip install -U bitsandbytes); {instead}"
+            )
+    if name in PAGED and accelerator.device.type not in ("cuda", "xpu"):
+        raise ConfigError(
+            f"optim={name!r} moves its state between the memory of the GPU and the CPU, but this "
+            f"run is on the device {accelerator.device.type!r}; use 'adamw_8bit', or 'adamw_torch'"
         )
 
 
@@ -104,8 +150,9 @@ def make_optimizer(
     """Return the optimiser of a stage.
 
     Args:
-        name: ``"adamw_torch"``, or ``"muon"``: Muon for the matrices of the model's own layers,
-            and AdamW for embeddings, vectors and the parameters that backends add.
+        name: ``"adamw_torch"``; ``"adamw_8bit"`` and other names of transformers, which are in
+            :data:`OPTIMIZERS`; or ``"muon"``: Muon for the matrices of the model's own layers, and
+            AdamW for embeddings, vectors and the parameters that backends add.
         model: The model that has the parameters.
         groups: Parameter groups with learning rates.
         weight_decay: Of the parameters that it applies to: neither norms nor biases, nor those that
@@ -116,6 +163,8 @@ def make_optimizer(
         groups = _split_by_weight_decay(model, groups, weight_decay)
     if name == "adamw_torch":
         return torch.optim.AdamW(groups, betas=betas, weight_decay=weight_decay)
+    if name != "muon":
+        return _transformers_optimizer(name, model, groups, weight_decay, betas)
     excluded = {id(p) for p in extras(model).values()}
     for module in model.modules():
         if isinstance(module, nn.Embedding):  # an output layer has its weight, or one as large
@@ -129,6 +178,53 @@ def make_optimizer(
             if chosen:
                 split.append({**group, "params": chosen, "use_muon": use})
     return MuonWithAdamW(split, weight_decay=weight_decay, betas=betas)
+
+
+def _transformers_optimizer(
+    name: str,
+    model: nn.Module,
+    groups: list[dict[str, Any]],
+    weight_decay: float,
+    betas: tuple[float, float],
+) -> torch.optim.Optimizer:
+    """Return an optimizer that transformers' ``Trainer`` makes by the same name."""
+    cls, options = trainer_optimizer(name, betas)
+    if name in BITSANDBYTES:
+        cls, wide = _with_group_bits(cls), {id(p) for p in embedding_weights(model)}
+        split = []
+        for group in groups:
+            for bits in ({}, {"optim_bits": 32}):
+                chosen = [p for p in group["params"] if (id(p) in wide) == bool(bits)]
+                if chosen:
+                    split.append({**group, "params": chosen, **bits})
+        groups = split
+    optimizer: torch.optim.Optimizer = cls(groups, weight_decay=weight_decay, **options)
+    return optimizer
+
+
+def _with_group_bits(cls: Any) -> Any:
+    """Return a class of bitsandbytes whose groups may have an ``optim_bits`` of their own.
+
+    bitsandbytes has a table of such parameters for the whole process, by their ids, which holds
+    models for ever and hits new parameters that get the id of an old one.
+    """
+
+    class GroupBits(cls):  # type: ignore[misc]
+        def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
+            config: dict[str, Any] = super().get_config(gindex, pindex, group)
+            return {**config, "optim_bits": group.get("optim_bits", config["optim_bits"])}
+
+        @torch.no_grad()
+        def load_state_dict(self, state_dict: Any, move_to_device: bool = True) -> None:
+            super().load_state_dict(state_dict, move_to_device)
+            if not self.is_paged:
+                return
+            for parameter, state in self.state.items():  # which is now in memory that is not paged
+                for key in ("state1", "state2"):
+                    buffer = self.get_state_buffer(parameter, dtype=state[key].dtype)
+                    state[key] = buffer.copy_(state[key])
+
+    return GroupBits
 
 
 def _split_by_weight_decay(

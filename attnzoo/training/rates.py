@@ -17,12 +17,15 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
+from torch import nn
 
+from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.swap.convert import original_attention
 from attnzoo.report.atomic_write import atomic_write
 from attnzoo.training.candidates import token_divergence
@@ -56,6 +59,30 @@ def held_out_divergence(model: Any, tokens: torch.Tensor, original: Any = None) 
                 teacher = (original or model)(row, use_cache=False).logits
             total += float(token_divergence(model(row, use_cache=False).logits, teacher).mean())
     return total / len(tokens)
+
+
+def parameter_groups(
+    model: nn.Module,
+    added: list[nn.Parameter],
+    weights: list[nn.Parameter],
+    rates: Mapping[str, float],
+) -> list[dict[str, Any]]:
+    """Return parameters in groups with their learning rates, as torch's optimisers take them.
+
+    Args:
+        model: The model.
+        added: Parameters that are not the original model's.
+        weights: Adapters, or the model's own weights.
+        rates: Learning rates of ``extras``, ``attention`` and ``weights``, as far as they train.
+    """
+    groups = [{"params": added, "lr": rates["extras"]}] if added else []
+    if "attention" in rates:
+        inside = {id(p) for x in attention_layers(model) for p in x.module.parameters()}
+        groups.append({"params": [p for p in weights if id(p) in inside], "lr": rates["attention"]})
+        weights = [p for p in weights if id(p) not in inside]
+    if "weights" in rates:
+        groups.append({"params": weights, "lr": rates["weights"]})
+    return groups
 
 
 def distillation_factor(run: Any, model: Any) -> float:

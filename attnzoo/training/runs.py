@@ -24,7 +24,6 @@ from attnzoo.evaluation.kernel_checks import check_model_kernels, check_named_ke
 from attnzoo.evaluation.quality import NonFiniteError
 from attnzoo.hf.adapters.lora import add_adapters, with_adapters
 from attnzoo.hf.context_parallel import check_model
-from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.names import NAME
 from attnzoo.hf.saving.dtype import round_weights, saved_dtype
 from attnzoo.hf.swap.convert import original_attention, restore, swap
@@ -69,6 +68,8 @@ from attnzoo.training.quality import (
     widest_window,
     with_original_continuations,
 )
+from attnzoo.training.rates import parameter_groups
+from attnzoo.training.settings import require_settings
 from attnzoo.training.sharding import check_folders, context_mesh, make_accelerator
 from attnzoo.training.train_config import TrainConfig
 from attnzoo.training.transfer import extras, output_extras, swapped_layers
@@ -79,7 +80,10 @@ BASELINES_DONE = "window alone"  # the last one that is evaluated
 AT = " @ "  # in names of results on longer rows, before their length
 RESULTS = {"recover": "recovery.json", "finetune": "finetuning.json"}
 # settings of LoopConfig that a resumed run may change
-NO_IDENTITY = ("checkpoint_every", "checkpoint_minutes", "keep", "entropy_every")
+NO_IDENTITY = (
+    *("checkpoint_every", "checkpoint_minutes", "keep", "entropy_every"),
+    "activation_offloading",
+)
 Log = Callable[[str], None]
 
 
@@ -142,6 +146,7 @@ class Run:
         self.accelerator: Accelerator = make_accelerator(
             loop.seed, tracker=config.report_to, logs=logs, precision=loop.precision, clip=loop.clip
         )
+        require_settings(loop, self.accelerator)
         self.main = MainProcess(self.accelerator)
         if is_main := self.accelerator.is_main_process:
             check_run_folder(out, resume=resume)
@@ -534,20 +539,12 @@ class Run:
                 alpha=config.lora_alpha,
                 target_modules=config.lora_target_modules,
             )
-        rates = config.rates
-        groups = [{"params": added, "lr": rates["extras"]}] if added else []
-        if config.train != "extras":
-            weights = [
-                p
-                for name, p in prepared.named_parameters()
-                if id(p) not in added_ids and (config.train == "full" or "lora_" in name)
-            ]
-            if "attention" in rates:
-                inside = {id(p) for x in attention_layers(model) for p in x.module.parameters()}
-                attention = [p for p in weights if id(p) in inside]
-                weights = [p for p in weights if id(p) not in inside]
-                groups.append({"params": attention, "lr": rates["attention"]})
-            groups.append({"params": weights, "lr": rates["weights"]})
+        weights = [
+            p
+            for name, p in prepared.named_parameters()
+            if id(p) not in added_ids and (config.train == "full" or "lora_" in name)
+        ]
+        groups = parameter_groups(model, added, weights, config.rates)
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable()
         return prepared, groups

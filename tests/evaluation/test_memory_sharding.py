@@ -137,6 +137,7 @@ def test_frozen_linear_layers_in_4_bits(folder):
         ({"teacher": "copy"}, "is for a loss with a teacher"),
         ({"load_in_4bit": True}, "train='full' trains them"),
         ({"load_in_4bit": True, "train": "lora", "gpus": 2}, "is computed for one GPU"),
+        ({"optimizer": "adamw_8bit", "gpus": 2}, "updates whole tensors, but sharding='fsdp2'"),
         ({"sharding": "fsdp"}, "sharding must be one of fsdp2, ddp, got 'fsdp'"),
         ({"sharding": "zero3"}, "DeepSpeed's buffers"),
         ({"precision": "fp16"}, "precision must be one of no, bf16"),
@@ -147,6 +148,7 @@ def test_contradictions_are_refused(folder, changes, message):
         case(folder, **changes)
 
 
-def test_several_gpus_are_not_measured(folder):
+@pytest.mark.parametrize("changes", [{"gpus": 2}, {"optimizer": "adamw_8bit"}])
+def test_several_gpus_and_moments_in_8_bits_are_not_measured(folder, changes):
     with pytest.raises(ConfigError, match="One process on the CPU is measured"):
-        measure(case(folder, gpus=2))
+        measure(case(folder, **changes))
