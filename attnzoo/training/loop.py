@@ -186,6 +186,12 @@ class LoopConfig:
             raise ConfigError(
                 f"entropy_every must be at least 0 steps (0: never), got {self.entropy_every}"
             )
+        self._check_compile()
+        check_optimizer(self.optim, self.betas)
+        check_schedule(self.lr_scheduler_type, self.lr_scheduler_kwargs)
+
+    def _check_compile(self) -> None:
+        """Raise an error for a setting that does not go with compiled layers."""
         if self.torch_compile and self.cp_size > 1:
             raise ConfigError(
                 "torch_compile compiles layers, but those of cp_size > 1 exchange states between "
@@ -196,8 +202,6 @@ class LoopConfig:
                 "activation_offloading is not tested with the tensors that layers of torch_compile "
                 "save; leave one of them out"
             )
-        check_optimizer(self.optim, self.betas)
-        check_schedule(self.lr_scheduler_type, self.lr_scheduler_kwargs)
 
     def warmup_steps(self, steps: int) -> int:
         """Return the steps of linear warmup of a stage with so many steps."""

@@ -154,9 +154,7 @@ class Run:
             train, self.held_out = self.load_rows(data, column)
         self.dtype = saved_dtype(path)  # that the model is saved in again
         self.model: Any = self.load_model()
-        self.mesh = context_mesh(self.accelerator, loop.cp_size)
-        if self.mesh is not None:
-            check_model(self.model)
+        self._set_mesh(loop.cp_size)
         self.provenance = {
             "model": self.main.run(lambda: self._fingerprint(weights)),
             "spec": getattr(self.model.config, NAME, None),
@@ -187,6 +185,11 @@ class Run:
             self.loop.main = self.main
             self._check_kernels(train[0])
             stack.pop_all()
+
+    def _set_mesh(self, cp_size: int) -> None:
+        self.mesh = context_mesh(self.accelerator, cp_size)
+        if self.mesh is not None:
+            check_model(self.model)
 
     def _about(self, rows: int) -> dict[str, Any]:
         """Return what the model card says about the origin of the model."""

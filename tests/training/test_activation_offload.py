@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import attnzoo
 from attnzoo.errors import ConfigError
 from attnzoo.hf.adapters.lora import with_adapters
-from attnzoo.training import activation_offload, runs
+from attnzoo.training import activation_offload, settings
 from attnzoo.training import loop as training_loop
 from attnzoo.training.activation_offload import offload_activations, require_offloading
 from attnzoo.training.finetune import FinetuneConfig, finetune
@@ -178,7 +178,7 @@ def test_weights_small_tensors_and_other_devices_stay():
 def test_a_run_with_offloading_has_the_same_losses(
     saved, text, spec, tmp_path, copies, monkeypatch
 ):
-    monkeypatch.setattr(runs, "require_offloading", lambda accelerator: None)
+    monkeypatch.setattr(settings, "require_offloading", lambda accelerator: None)
     everything = partial(offload_activations, min_bytes=1)
     monkeypatch.setattr(training_loop, "offload_activations", everything)
     for name, offloading in (("without", False), ("with", True)):
