@@ -50,6 +50,7 @@ from attnzoo.training.sharding import (
     gather_weights,
     prepare_cp_loader,
     with_label_counts,
+    zero_loss,
 )
 from attnzoo.training.trained_state import restored, without_frozen_weights
 
@@ -426,7 +427,7 @@ class Loop:
                 with self.accelerator.autocast(), self.autocast(), offload:
                     loss = stage.loss(model, shard)
                 if self.accelerator.distributed_type not in SHARDED:
-                    loss = loss + zero_loss(stage)
+                    loss = loss + zero_loss(stage.groups)
                 self.accelerator.backward(loss / len(batches))
             total += loss.detach() / len(batches)
         # in the order of model.parameters(), with which Accelerate compares them under FSDP2
@@ -580,19 +581,6 @@ class Loop:
 
         progress = {**progress, "best": best.prefix}
         self.checkpoints.write(progress, save, main=self.accelerator.is_main_process)
-
-
-def zero_loss(stage: Stage) -> Tensor:
-    """Return a zero with a gradient (of zeros) for every parameter of the stage.
-
-    torch's DistributedDataParallel waits for the gradient of every parameter, but a window as wide
-    as the rows gives the linear branch none.
-    """
-    total = torch.zeros((), device=stage.groups[0]["params"][0].device)
-    for group in stage.groups:
-        for parameter in group["params"]:
-            total = total + 0 * parameter.float().sum()
-    return total
 
 
 def read_losses(out: Path) -> list[dict[str, Any]]:

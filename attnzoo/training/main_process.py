@@ -24,6 +24,7 @@ from attnzoo.errors import AttnzooError
 # The others wait for an evaluation. If the main process fails, its connections close at once.
 WAIT = timedelta(days=30)
 T = TypeVar("T")
+M = TypeVar("M", bound=nn.Module)
 Groups = list[dict[str, Any]]
 
 
@@ -90,7 +91,7 @@ class MainProcess:
         """Wait for the main process, for as long as it takes."""
         self.run(lambda: None)
 
-    def to_device(self, model: Any) -> Any:
+    def to_device(self, model: M) -> M:
         """Return a model, moved to this process's device if it has data."""
         return model if self.lacks_weights else model.to(self.accelerator.device)
 

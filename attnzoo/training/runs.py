@@ -179,12 +179,14 @@ class Run:
             self.set_eval_data(self.held_out)
             if config.report_to:
                 self.accelerator.init_trackers("attnzoo")
-            self.loop = Loop(
-                self.accelerator, train, config.loop, self.checkpoints, progress, on_step, self.mesh
-            )
-            self.loop.main = self.main
+            self._set_loop(train, progress, on_step)
             self._check_kernels(train[0])
             stack.pop_all()
+
+    def _set_loop(self, rows: Any, progress: dict[str, Any] | None, on_step: OnStep) -> None:
+        config, checkpoints = self.config.loop, self.checkpoints
+        self.loop = Loop(self.accelerator, rows, config, checkpoints, progress, on_step, self.mesh)
+        self.loop.main = self.main
 
     def _set_mesh(self, cp_size: int) -> None:
         self.mesh = context_mesh(self.accelerator, cp_size)
@@ -450,7 +452,7 @@ class Run:
         """
         load = self.load_softmax_model
         tuned = self.train(load(), "softmax", steps, make_loss, load, before_step, **options)
-        tuned = self._on_device(tuned)
+        tuned = self.main.to_device(tuned)
         evaluate = partial(self.baselines.evaluate, "softmax tuned", lambda: self.quality(tuned))
         self.baselines.share(self.main, evaluate)
 
@@ -563,7 +565,7 @@ class Run:
             return self._merged_to_whole(trained)
         else:
             model = trained.unload() if self.main.lacks_weights else trained.merge_and_unload()
-        return self._on_device(model)
+        return self.main.to_device(model)
 
     def whole(self, model: PreTrainedModel) -> PreTrainedModel:
         """Return a trained model with weights that are not rounded, to evaluate and save it.
@@ -575,11 +577,7 @@ class Run:
         if model is self.model:  # without adapters
             model = self._merged_to_whole(model)
         self.model = model
-        return self._on_device(model)
-
-    def _on_device(self, model: Any) -> PreTrainedModel:
-        moved: PreTrainedModel = self.main.to_device(model)
-        return moved
+        return self.main.to_device(model)
 
     @torch.no_grad()
     def _merged_to_whole(self, trained: Any) -> PreTrainedModel:
