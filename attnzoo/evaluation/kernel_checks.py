@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -103,18 +103,6 @@ def check_group(
     if not stored:
         log(str(check))
     return check
-
-
-def check_named_kernels(names: Container[str], device: torch.device, log: Log) -> list[KernelCheck]:
-    """Check the kernels on a device that a model needs, of which another process has the weights.
-
-    Args:
-        names: Names of the kernels, as :class:`KernelCheck` has them.
-        device: This process's device.
-        log: Called with a message before and after each check.
-    """
-    groups = device_groups(device, full=True)
-    return [check_group(group, log=log) for group in groups if str(group) in names]
 
 
 def device_groups(device: torch.device, *, full: bool = False) -> Iterator[KernelGroup]:

@@ -206,7 +206,7 @@ def patch_models(modeling_utils: Any) -> None:
 
     @wraps(post_init)
     def post_init_with_backends(self: PreTrainedModel) -> None:
-        from attnzoo.hf.swap.backends import attach_when_built
+        from attnzoo.hf.swap.backends import attach_when_built, change_when_built
 
         if getattr(self.config, PRUNED, None) is not None:
             from attnzoo.hf.heads.pruning import prune_when_built
@@ -214,6 +214,7 @@ def patch_models(modeling_utils: Any) -> None:
             prune_when_built(self)
         attach_when_built(self)  # before the original, which initialises all modules
         post_init(self)
+        change_when_built(self)
 
     @wraps(initialize_weights)
     def initialize_weights_and_backends(

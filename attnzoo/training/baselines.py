@@ -16,7 +16,6 @@ from attnzoo.errors import UntrainedWarning
 from attnzoo.evaluation.quality import NonFiniteError
 from attnzoo.report.atomic_write import atomic_write
 from attnzoo.training.checkpoints import FOLDER, Checkpoints, explain_write_errors
-from attnzoo.training.main_process import MainProcess
 
 LINES = "lines.json"  # in the folder of the checkpoints
 
@@ -47,24 +46,10 @@ class Baselines:
         (saved,) = broadcast_object_list([json.loads(self.path.read_text("utf-8")) if read else {}])
         self.results: dict[str, Any] = {name: kind(**values) for name, values in saved.items()}
 
-    def share(self, main: MainProcess, evaluate: Callable[[], None]) -> None:
-        """Evaluate baselines on the processes whose models have weights; all get the results.
-
-        Args:
-            main: Says which processes these are.
-            evaluate: Calls :meth:`evaluate`.
-        """
-
-        def results() -> dict[str, Any]:
-            evaluate()
-            return self.results
-
-        self.results = main.run(results)
-
     def evaluate(self, name: str, evaluate: Callable[[], Any]) -> None:
         """Evaluate a baseline and save its result, unless it is saved.
 
-        Called by all processes whose models have weights.
+        Called by all processes.
 
         Raises:
             NonFiniteError: The model's outputs are not finite.

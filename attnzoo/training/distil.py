@@ -50,7 +50,7 @@ from attnzoo.registry import build_backend
 from attnzoo.training.data import IGNORE_INDEX
 from attnzoo.training.four_bits import COMPUTE_DTYPE, layers_in_4_bits
 from attnzoo.training.loop import Loss
-from attnzoo.training.main_process import MainProcess
+from attnzoo.training.model_shards import ModelShards, gather_while_running, map_part
 from attnzoo.training.transfer import evaluation_mode, swapped_layers
 
 LOSS_INPUTS = ("labels", "shift_labels", "num_items_in_batch")
@@ -147,7 +147,7 @@ def softmax_teacher(
     context_parallel: bool = False,
     dtype: torch.dtype | Literal["nf4"] | None = None,
     offload: bool = False,
-    main: MainProcess | None = None,
+    shards: ModelShards | None = None,
 ) -> Teacher:
     """Return a function that computes a swapped model's outputs with softmax attention.
 
@@ -163,7 +163,8 @@ def softmax_teacher(
             quantization, arXiv:2305.14314).
         offload: Whether a copy's weights are in the memory of the CPU, from where each layer's go
             to the model's device while it runs (Accelerate's ``cpu_offload``); not with ``"nf4"``.
-        main: Has the weights of a copy, if the model has no data on the other processes.
+        shards: Says whether the model has a part of each weight; a copy has as well then, and
+            gathers the weights of each layer while it runs.
 
     Raises:
         UnsupportedError: ``"nf4"`` with ``offload``, without bitsandbytes, or of a model without
@@ -177,12 +178,15 @@ def softmax_teacher(
     swapped = bool(swapped_layers(model))
     frozen: Any = None
     if weights_change:
-        alone = main if main is not None and main.alone else None
-        frozen = _copy_frozen(model, dtype, torch.device("cpu") if offload else None, alone)
+        in_parts = shards is not None and shards.enabled
+        fetch = shards.fetch if shards is not None else Tensor.detach
+        device = next(model.parameters()).device
+        frozen = _copy_frozen(model, dtype, torch.device("cpu") if offload else None, fetch)
         if swapped and not context_parallel:
             restore(frozen)
-        if offload:
-            device = next(model.parameters()).device if alone is None else alone.accelerator.device
+        if in_parts:
+            gather_while_running(frozen, device)
+        elif offload:
             cpu_offload(frozen, execution_device=device)
 
     @torch.no_grad()
@@ -210,32 +214,29 @@ def _copy_frozen(
     model: nn.Module,
     dtype: torch.dtype | Literal["nf4"] | None,
     device: torch.device | None,
-    main: MainProcess | None,
+    fetch: Callable[[Tensor], Tensor],
 ) -> nn.Module:
     """Return a frozen copy of a model in evaluation mode, made with weights of a type on a device.
 
     Args:
-        model: The model.
+        model: The model; a copy of a part of a weight is a part, unless it is in 4 bits.
         dtype: As of :func:`softmax_teacher`.
         device: Device of the weights; ``None`` for that of the model.
-        main: Has the weights, which every process gets one after the other; ``None`` if the model
-            has them.
+        fetch: Returns the whole data of a weight.
     """
-    fetch = Tensor.detach if main is None else main.fetch
-    if main is not None:
-        main.share_buffers(model)
     copies: dict[int, Any] = {}
     if dtype == "nf4":
         copies |= layers_in_4_bits(model, fetch)
         dtype = COMPUTE_DTYPE
     others = [module for module in model.modules() if id(module) not in copies]
     copies |= {
-        id(x): nn.Parameter(fetch(x).to(device=device, dtype=dtype, copy=True), False)
+        id(x): nn.Parameter(
+            map_part(x.detach(), lambda part: part.to(device=device, dtype=dtype, copy=True)), False
+        )
         for module in others
         for x in module.parameters(recurse=False)
     }
-    frozen = deepcopy(model, copies).eval()
-    return frozen if main is None else frozen.to(device or main.accelerator.device)
+    return deepcopy(model, copies).eval()
 
 
 def other_teacher(original: Any, outputs: Outputs = predictions) -> Teacher:

@@ -178,7 +178,7 @@ class EmbeddingRun(EncoderRun):
             with original_attention(self.model):
                 return embeddings(self.model, self.texts)
 
-        self.originals = self.main.run(embed)
+        self.originals = self.shards.run(self.model, embed)
 
     def quality(self, model: PreTrainedModel, *, is_original: bool = False) -> EmbeddingSimilarity:
         """Return the similarity of a model's embeddings to the original model's."""

@@ -116,9 +116,11 @@ def _loss(model: Any, run: Run, config: FinetuneConfig) -> Loss:
     if isinstance(run, MaskedRun):
         return run.loss()
     tokens = config.row_length * config.loop.batch_size // config.loop.accumulate
+    with run.shards.running(model):
+        chunk = chunk_of(model, tokens, run.accelerator, run.log)
     return distil_loss(
         None,
         cross_entropy=1.0,
         label_smoothing=config.label_smoothing_factor,
-        chunk=chunk_of(model, tokens, run.accelerator, run.log),
+        chunk=chunk,
     )

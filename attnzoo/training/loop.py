@@ -35,7 +35,7 @@ from attnzoo.training.frozen_weights import narrow_again, widen
 from attnzoo.training.head_entropy import HEADS, EntropyLog
 from attnzoo.training.json_lines import append_line, read_lines, truncate_lines
 from attnzoo.training.lr_find import find_rates
-from attnzoo.training.main_process import MainProcess
+from attnzoo.training.model_shards import ModelShards
 from attnzoo.training.optimizer import (
     BETAS,
     check_optimizer,
@@ -228,10 +228,10 @@ class Loop:
         make_judge: Returns what evaluates a model on held-out rows, given the model and the stage;
             needed to search rates.
         log: Called with messages.
-        main: Says which processes have whole weights; needed to run a stage.
+        shards: Prepares models of a stage; needed to run one.
     """
 
-    main: MainProcess
+    shards: ModelShards
     make_judge: Callable[[nn.Module, Stage], BestState]
 
     def __init__(
@@ -263,12 +263,12 @@ class Loop:
         Args:
             model: The model that has the stage's parameters.
             stage: The stage.
-            rebuild: Returns an unprepared model of the same architecture, which takes the gathered
-                weights if FSDP or DeepSpeed shards them.
+            rebuild: Returns an unprepared model of the same architecture, which takes the weights
+                if FSDP or DeepSpeed shards them; without data if :class:`ModelShards` is enabled.
 
         Returns:
-            The trained model: ``model``, or the rebuilt one if weights are sharded. It has full
-            weights on every process, or on the main process alone, as :class:`MainProcess` says.
+            The trained model: ``model``, or the rebuilt one if weights are sharded. It has whole
+            weights, or a part of each, as :class:`ModelShards` says.
 
         Raises:
             DivergenceError: A loss, a gradient norm or a weight is not finite. The last checkpoint
@@ -314,8 +314,10 @@ class Loop:
                 self._require_finite_weights(wrapped, stage, step)
                 self._save(wrapped, {"total": now, "stage": stage.name}, best)
         best.restore()
-        if self.accelerator.distributed_type in SHARDED:
-            model = gather_weights(self.accelerator, self.main, wrapped, rebuild)
+        if self.shards.enabled:
+            model = self.shards.collect(wrapped, rebuild())
+        elif self.accelerator.distributed_type in SHARDED:
+            model = gather_weights(self.accelerator, wrapped, rebuild)
         else:  # removes Accelerate's autocast from forward: models are evaluated in float32
             self.accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)
             narrow_again(narrow)
@@ -362,7 +364,7 @@ class Loop:
         """Return the prepared model, optimizer, schedule and loader of a stage."""
         self.compiled = CompiledLayers(model) if self.config.torch_compile else nullcontext()
         make_optimizer = partial(self._optimizer, model, stage)
-        return self.main.prepare(model, stage.groups, make_optimizer, self._loader(stage))
+        return self.shards.prepare(model, stage.groups, make_optimizer, self._loader(stage))
 
     def _callable(self, model: nn.Module, wrapped: nn.Module) -> nn.Module:
         """Return the model to call for an evaluation: the wrapped one where weights are sharded."""

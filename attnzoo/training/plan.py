@@ -217,18 +217,23 @@ def count_exact_layers(keep_softmax: float, count: int) -> int:
     return int(keep_softmax) if is_number else round(keep_softmax * count)
 
 
-def weights_fingerprint(model: nn.Module) -> str:
+def weights_fingerprint(model: nn.Module, fetch: Callable[[Tensor], Tensor] = Tensor.detach) -> str:
     """Return a hash of a model's weights without those of backends, 16 hexadecimal digits.
 
     A gigabyte takes about a second. The hash, unlike sums, does not depend on the thread count, nor
     on whether weights of 16 bits are held in 32.
+
+    Args:
+        model: The model.
+        fetch: Returns the data of a weight.
     """
     digest = hashlib.sha256()
     for name, x in sorted(model.state_dict().items()):
         if ".attnzoo." not in name:
             digest.update(name.encode())
+            x = fetch(x)
             x = x.float() if x.is_floating_point() and x.element_size() == 2 else x
-            digest.update(x.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy())
+            digest.update(x.contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
     return digest.hexdigest()[:16]
 
 

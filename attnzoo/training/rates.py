@@ -98,7 +98,7 @@ def distillation_factor(run: Any, model: Any) -> float:
     (known,) = broadcast_object_list([known])
     if known is None:
         rows = run.eval_batch.tokens[:16]
-        kl = run.main.run(lambda: held_out_divergence(model, rows, run.teacher))
+        kl = run.shards.run(model, lambda: held_out_divergence(model, rows, run.teacher))
         known = {"kl": kl, "factor": rate_factor(kl)}
         if main:
             with explain_write_errors(run.checkpoints):

@@ -297,7 +297,7 @@ def _calibrate(run: Run, config: RecoverConfig) -> list[dict[str, Any]]:
         return []
     rows, count = run.loop.rows, config.calibration_rows
     tokens, positions = rows.tokens[:count].long(), rows.positions[:count].long()
-    layers = run.main.run(lambda: calibrate(run.model, tokens, positions))
+    layers = run.shards.run(run.model, lambda: calibrate(run.model, tokens, positions))
     if not layers:
         run.log("gates are not calibrated: no row is longer than the window")
     for x in layers:
@@ -313,7 +313,7 @@ def _transfer(model: PreTrainedModel, run: Run, config: RecoverConfig) -> PreTra
     layers, reason = trainable_layers(model), "the backends have no parameters of their own"
     if config.transfer_from is not None:
         folder, weights = Path(config.transfer_from), run.provenance["model"]
-        reused = run.main.run(lambda: reuse_transfer(model, folder, weights))
+        reused = reuse_transfer(model, folder, weights, run.shards)
         run.log(f"transfer of {len(reused)} layers is reused from {config.transfer_from}")
         layers, reason = [name for name in layers if name not in reused], "all layers are reused"
     if not layers or not config.transfer_steps:
@@ -335,7 +335,8 @@ def _transfer(model: PreTrainedModel, run: Run, config: RecoverConfig) -> PreTra
                 loss=transfer_loss(transfer, **_one_prediction(model)),
                 before_step=with_step(transfer, run.step_callback(model, config.transfer_steps)),
             )
-            model = run.loop.run(model, stage, run.load_model)
+            rebuild = partial(run.load_model, empty=run.shards.enabled)
+            model = run.loop.run(model, stage, rebuild)
     return model
 
 
@@ -384,7 +385,8 @@ def _distil_loss(model: Any, run: Run, config: RecoverConfig) -> Loss:
     if not run.is_encoder:
         rows = config.distil_batch or config.loop.batch_size
         tokens = (config.distil_length or config.row_length) * rows // config.loop.accumulate
-        chunk = chunk_of(model, tokens, run.accelerator, run.log)
+        with run.shards.running(model):
+            chunk = chunk_of(model, tokens, run.accelerator, run.log)
     outputs = partial(predictions, with_layers=config.hidden_states > 0, chunk=chunk)
     if run.teacher is not None:
         teacher = other_teacher(run.teacher, outputs)
@@ -396,7 +398,7 @@ def _distil_loss(model: Any, run: Run, config: RecoverConfig) -> Loss:
             context_parallel=config.loop.cp_size > 1,
             dtype=config.teacher_torch_dtype,
             offload=config.offload_teacher,
-            main=run.main,
+            shards=run.shards,
         )
     if run.is_encoder:
         return hidden_loss(teacher)

@@ -15,7 +15,7 @@ from attnzoo.evaluation.decoding import measure_together
 from attnzoo.evaluation.margins import mean_of
 from attnzoo.evaluation.models import max_positions
 from attnzoo.hf.saving.companions import copy_companions, move_files
-from attnzoo.hf.saving.dtype import cast_weights
+from attnzoo.hf.saving.dtype import cast_weights, rounded_weights
 from attnzoo.hf.swap.convert import original_attention
 from attnzoo.report.atomic_write import atomic_write
 from attnzoo.training.checkpoints import explain_write_errors
@@ -36,8 +36,7 @@ def complete(
 
     Args:
         run: The run; a finished one is closed only.
-        train: Returns the trained model, with all weights where :class:`MainProcess` says, and
-            further results.
+        train: Returns the trained model and further results.
 
     Returns:
         The content of ``recovery.json`` or ``finetuning.json``.
@@ -45,12 +44,12 @@ def complete(
     with closing(run):
         if run.finished is not None:
             return run.finished
-        run.baselines.share(run.main, run.evaluate_baselines)
+        run.shards.run(run.model, run.evaluate_baselines)
         run.loop.entropy_log = make_entropy_log(run)
         run.loop.keep_best, run.loop.make_judge, run.loop.log = run.keep_best, run.judge, run.log
         model, further = train(run)
         model = run.whole(model)
-        lines, run.long_lines = run.main.run(lambda: (run.evaluate_result(model), run.long_lines))
+        lines = run.shards.run(model, lambda: run.evaluate_result(model))
         results = {**_collect(run, model, lines), **further}
         save(run, model, results)
         return results
@@ -62,12 +61,15 @@ def save(run: Run, model: PreTrainedModel, results: Mapping[str, Any]) -> None:
     The weights have the data type of the model that came in. The results are written last: they
     mark a finished run.
     """
+    types = dict.fromkeys(rounded_weights(model, run.dtype), run.dtype)
+    with explain_write_errors(run.checkpoints):
+        folder = run.shards.whole_on_disk(model, run.out, types)
     if run.accelerator.is_main_process:
         partial = run.out / "model.partial"
         model.requires_grad_(True)
         cast_weights(model, run.dtype)
         tokenizer = load_tokenizer(run.path)
-        with explain_write_errors(run.checkpoints):
+        with explain_write_errors(run.checkpoints), folder:
             model.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
             copy_companions(run.path, partial)
@@ -76,7 +78,7 @@ def save(run: Run, model: PreTrainedModel, results: Mapping[str, Any]) -> None:
             text = json.dumps(results, indent=2, allow_nan=False)
             atomic_write(run.out / RESULTS[run.command], text)
         run.checkpoints.clear()
-    run.main.wait()
+    run.shards.wait()
     if run.config.report_to:
         run.accelerator.end_training()
     run.accelerator.wait_for_everyone()
@@ -92,6 +94,12 @@ def _collect(run: Run, model: PreTrainedModel, lines: dict[str, Any]) -> dict[st
             and any others.
     """
     decodes = not run.is_encoder and run.accelerator.is_main_process and run.teacher is None
+    if decodes and run.shards.enabled:
+        run.log(
+            "decoding is not timed: each process has a part of the weights; `attnzoo compare` times"
+            " the saved model"
+        )
+        decodes = False
     return {
         **run.conclude(lines),
         "decoding": decoding_cost(model, run) if decodes else {},

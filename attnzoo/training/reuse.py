@@ -15,11 +15,14 @@ from attnzoo.errors import SpecError
 from attnzoo.hf.names import NAME
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.loading import load_causal, load_model
+from attnzoo.training.model_shards import ModelShards
 from attnzoo.training.plan import Transferred, options_text, weights_fingerprint
 from attnzoo.training.transfer import swapped_layers, trainable_layers
 
 
-def reuse_transfer(model: PreTrainedModel, folder: Path, weights: str) -> list[str]:
+def reuse_transfer(
+    model: PreTrainedModel, folder: Path, weights: str, shards: ModelShards
+) -> list[str]:
     """Copy the extras of a saved model into the layers that have the same backend and options.
 
     One run over all layers serves every plan.
@@ -28,6 +31,7 @@ def reuse_transfer(model: PreTrainedModel, folder: Path, weights: str) -> list[s
         model: A swapped model.
         folder: A saved swap of the same model whose own weights were not trained.
         weights: Fingerprint of the model's weights.
+        shards: Loads the saved model.
 
     Returns:
         The names of the layers.
@@ -35,8 +39,8 @@ def reuse_transfer(model: PreTrainedModel, folder: Path, weights: str) -> list[s
     Raises:
         SpecError: The saved model has other weights, or no layer in common.
     """
-    saved: Any = load_model(folder, None, type(model))
-    if weights_fingerprint(saved) != weights:
+    saved: Any = shards.load(lambda: load_model(folder, None, type(model)))
+    if weights_fingerprint(saved, shards.fetch) != weights:
         raise SpecError(
             f"{str(folder)!r} has other weights than the model, whose layers it was trained to "
             "match; give a run of this model with transfer only (--distil-steps 0, or --train "

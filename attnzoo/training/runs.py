@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.data import EvalBatch, string_tokenizer
 from attnzoo.evaluation.equal_memory import EqualWindow
-from attnzoo.evaluation.kernel_checks import check_model_kernels, check_named_kernels
+from attnzoo.evaluation.kernel_checks import check_model_kernels
 from attnzoo.evaluation.quality import NonFiniteError
 from attnzoo.hf.adapters.lora import add_adapters, with_adapters
 from attnzoo.hf.context_parallel import check_model
@@ -57,8 +57,8 @@ from attnzoo.training.loop import (
     Stage,
 )
 from attnzoo.training.lr_find import check_lr_find
-from attnzoo.training.main_process import MainProcess
 from attnzoo.training.model_card import about_run
+from attnzoo.training.model_shards import ModelShards, merge_shards
 from attnzoo.training.plan import weights_fingerprint
 from attnzoo.training.quality import (
     Quality,
@@ -147,7 +147,7 @@ class Run:
             loop.seed, tracker=config.report_to, logs=logs, precision=loop.precision, clip=loop.clip
         )
         require_settings(loop, self.accelerator)
-        self.main = MainProcess(self.accelerator)
+        self.shards = ModelShards(self.accelerator)
         if is_main := self.accelerator.is_main_process:
             check_run_folder(out, resume=resume)
         with self.accelerator.local_main_process_first():  # the others find its rows in the cache
@@ -156,7 +156,7 @@ class Run:
         self.model: Any = self.load_model()
         self._set_mesh(loop.cp_size)
         self.provenance = {
-            "model": self.main.run(lambda: self._fingerprint(weights)),
+            "model": self._fingerprint(weights),
             "spec": getattr(self.model.config, NAME, None),
             "config": json.loads(json.dumps(asdict(config))),  # as in the file of results
             "data": train.fingerprint,
@@ -175,7 +175,7 @@ class Run:
             self._log_rows(train, self.held_out)
             self.baselines = Baselines(self.accelerator, self.checkpoints, self.quality_class, log)
             self._find_baselines()
-            self.main.to_device(self.model)
+            self.shards.to_device(self.model)
             self.set_eval_data(self.held_out)
             if config.report_to:
                 self.accelerator.init_trackers("attnzoo")
@@ -186,7 +186,7 @@ class Run:
     def _set_loop(self, rows: Any, progress: dict[str, Any] | None, on_step: OnStep) -> None:
         config, checkpoints = self.config.loop, self.checkpoints
         self.loop = Loop(self.accelerator, rows, config, checkpoints, progress, on_step, self.mesh)
-        self.loop.main = self.main
+        self.loop.shards = self.shards
 
     def _set_mesh(self, cp_size: int) -> None:
         self.mesh = context_mesh(self.accelerator, cp_size)
@@ -221,13 +221,12 @@ class Run:
         generates = self.command == "recover" and not self.is_encoder  # in the evaluation
         with self.accelerator.autocast(), self.loop.autocast():
             check = partial(check_model_kernels, self.model, inputs, self.log, generate=generates)
-            found = self.main.run(check)
-        if self.main.lacks_weights:
-            check_named_kernels({x.kernels for x in found}, self.accelerator.device, self.log)
+            self.shards.run(self.model, check)
 
     def _fingerprint(self, planned: str | None) -> str:
         """Return the fingerprint of the model's weights, which is that of the plan, if any."""
-        fingerprint = weights_fingerprint(self.load_whole() if self.is_narrow else self.model)
+        model = self.load_whole() if self.is_narrow else self.model
+        fingerprint = weights_fingerprint(model, self.shards.fetch)
         if planned is not None and planned != fingerprint:
             raise SpecError(
                 "The plan was made for a model with other weights than those in "
@@ -274,7 +273,7 @@ class Run:
 
     def close(self) -> None:
         """Unlock the run's folder, and close connections."""
-        self.main.close()
+        self.shards.close()
         if self.accelerator.is_main_process:
             self.checkpoints.release()
 
@@ -298,26 +297,29 @@ class Run:
         """Whether frozen weights are rounded while the run trains."""
         return self.config.dtype != "float32"
 
-    def load_model(self) -> PreTrainedModel:
-        """Return the model that is trained; without weights where another process has them.
+    def load_model(self, *, empty: bool = False) -> PreTrainedModel:
+        """Return the model that is trained.
+
+        Args:
+            empty: Whether to build it on the meta device, without weights.
 
         Raises:
             AttnzooError: As :func:`require_frozen_weights` and ``load_model``.
         """
         dtype, in_4 = self.config.dtype, self.config.load_in_4bit
         require_frozen_weights(dtype, in_4, self.accelerator)
-        if self.main.lacks_weights:
+        if empty:
             return self.load(empty=True)
         quantized = {"load_in_4bit": True, "device": self.accelerator.device} if in_4 else {}
-        return self.load(dtype=getattr(torch, dtype), **quantized)
+        return self.shards.load(lambda: self.load(dtype=getattr(torch, dtype), **quantized))
 
     def load_whole(self) -> PreTrainedModel:
         """Return the model in the data type that it is saved in."""
         return self.load(dtype=self.dtype)
 
-    def load_softmax_model(self) -> PreTrainedModel:
+    def load_softmax_model(self, *, empty: bool = False) -> PreTrainedModel:
         """Return the model with softmax attention; flash under context parallelism."""
-        model = self.load_model()
+        model = self.load_model(empty=empty)
         if self.mesh is None:
             restore(model)
         else:
@@ -337,8 +339,9 @@ class Run:
             string_tokenizer(self.path) if self.command == "recover" else None,
         )
         cpu = torch.device("cpu")
-        self.eval_batch: EvalBatch = self.main.run(
-            lambda: with_original_continuations(self.model, batch, self.teacher).to(cpu)
+        self.eval_batch: EvalBatch = self.shards.run(
+            self.model,
+            lambda: with_original_continuations(self.model, batch, self.teacher).to(cpu),
         )
         if self.config.train_on == "all":
             self.long_batches = make_long_batches(
@@ -407,7 +410,7 @@ class Run:
         self.evaluate_baseline(BASELINES_DONE)
         swap(model, spec)
         model.load_state_dict(saved, strict=False)
-        model.to(self.accelerator.device)
+        self.shards.to_device(model)
 
     def evaluate_baseline(
         self, name: str, equal: EqualWindow | None = None, *, model: Any = None, **options: bool
@@ -452,9 +455,9 @@ class Run:
         """
         load = self.load_softmax_model
         tuned = self.train(load(), "softmax", steps, make_loss, load, before_step, **options)
-        tuned = self.main.to_device(tuned)
+        tuned = self.shards.to_device(tuned)
         evaluate = partial(self.baselines.evaluate, "softmax tuned", lambda: self.quality(tuned))
-        self.baselines.share(self.main, evaluate)
+        self.shards.run(tuned, evaluate)
 
     def keep_best(self, model: nn.Module, stage: Stage) -> BestState | None:
         """Return what keeps the best state of a stage; ``None`` if the last one is kept.
@@ -502,7 +505,7 @@ class Run:
         name: str,
         steps: int,
         make_loss: Callable[[Any], Loss],
-        load_model: Callable[[], PreTrainedModel],
+        load_model: Callable[..., PreTrainedModel],
         before_step: Callable[[int], None] = lambda step: None,
         *,
         rate_factor: float = 1.0,
@@ -515,7 +518,8 @@ class Run:
             name: Name of the stage.
             steps: Number of steps.
             make_loss: Returns the loss, given the model with adapters.
-            load_model: Returns a model of the same architecture, which takes sharded weights.
+            load_model: Returns a model of the same architecture, which takes sharded weights;
+                ``empty`` says whether it has no data.
             before_step: Called before each step.
             rate_factor: Factor of the learning rates.
             options: Further arguments of :class:`Stage`.
@@ -526,7 +530,8 @@ class Run:
         stage = Stage(
             name=name, steps=steps, groups=groups, loss=loss, before_step=before_step, **options
         )
-        trained = self.loop.run(prepared, stage, lambda: self.prepare(load_model())[0])
+        rebuild = partial(load_model, empty=self.shards.enabled)
+        trained = self.loop.run(prepared, stage, lambda: self.prepare(rebuild())[0])
         return self.merge_adapters(trained)
 
     def prepare(self, model: PreTrainedModel) -> tuple[Any, list[dict[str, Any]]]:
@@ -563,9 +568,11 @@ class Run:
             model: PreTrainedModel = trained
         elif self.is_narrow:
             return self._merged_to_whole(trained)
+        elif self.shards.enabled:
+            model = merge_shards(trained)
         else:
-            model = trained.unload() if self.main.lacks_weights else trained.merge_and_unload()
-        return self.main.to_device(model)
+            model = trained.merge_and_unload()
+        return self.shards.to_device(model)
 
     def whole(self, model: PreTrainedModel) -> PreTrainedModel:
         """Return a trained model with weights that are not rounded, to evaluate and save it.
@@ -577,7 +584,7 @@ class Run:
         if model is self.model:  # without adapters
             model = self._merged_to_whole(model)
         self.model = model
-        return self.main.to_device(model)
+        return self.shards.to_device(model)
 
     @torch.no_grad()
     def _merged_to_whole(self, trained: Any) -> PreTrainedModel:

@@ -30,7 +30,6 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from attnzoo.errors import ConfigError
 from attnzoo.training.data import IGNORE_INDEX
-from attnzoo.training.main_process import MainProcess
 
 SECONDS_UNTIL_SEEN = 60.0  # NFS keeps that a file does not exist for up to acdirmax, 60 s
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
@@ -230,16 +229,12 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def gather_weights(
-    accelerator: Accelerator,
-    main: MainProcess,
-    sharded: Any,
-    rebuild: Callable[[], nn.Module],
+    accelerator: Accelerator, sharded: Any, rebuild: Callable[[], nn.Module]
 ) -> nn.Module:
-    """Return a model with the full weights of a sharded one, on each process that has such models.
+    """Return a model with the full weights of a sharded one, on each process.
 
     Args:
         accelerator: The Accelerator that prepared the sharded model.
-        main: Says which processes these are.
         sharded: The sharded model.
         rebuild: Returns an unprepared model with the same parameters.
     """
@@ -247,13 +242,7 @@ def gather_weights(
     model = rebuild()
     if accelerator.is_main_process:
         model.load_state_dict(state, strict=False)  # has one name for tied weights
-    main.to_device(model)
-    if main.alone:
-        for p in sharded.parameters():  # the run still refers to the model
-            local = p.to_local() if isinstance(p, DTensor) else p
-            local.untyped_storage().resize_(0)
-        main.wait()  # it reads a file
-        return model
+    model.to(accelerator.device)
     for x in (*model.parameters(), *model.buffers()):
         x.data.copy_(broadcast(x.data, from_process=0))
     return model

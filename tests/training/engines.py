@@ -6,6 +6,7 @@ Here it is told that each process has a GPU, whose device is the CPU.
 
 import importlib
 import os
+import weakref
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
@@ -37,7 +38,7 @@ def engine(name, **changes):
         changes: Further environment variables.
 
     Yields:
-        A list of the Accelerators and models of the stages.
+        A list of the Accelerators and of references to the models of the stages.
     """
     made = []
 
@@ -49,7 +50,7 @@ def engine(name, **changes):
 
         def record(*given):
             prepared = prepare(*given)
-            made.append((accelerator, prepared[0]))
+            made.append((accelerator, weakref.ref(prepared[0])))  # it keeps no weights
             return prepared
 
         accelerator.prepare = record

@@ -89,7 +89,15 @@ def run(fresh_python):
 def launched(run, saved, text, tmp_path_factory):
     """The folder with the results of several checks, which share one start of two processes."""
     out = tmp_path_factory.mktemp("launched")
-    run("draws,idle,engines,rates,sharded,deep", saved, text, out)
+    run("draws,idle,engines,rates,sharded", saved, text, out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def launched_deep(run, saved, text, tmp_path_factory):
+    """The same of a deep model, whose memory is measured."""
+    out = tmp_path_factory.mktemp("deep")
+    run("deep", saved, text, out)
     return out
 
 
@@ -187,6 +195,7 @@ def test_sharded_weights_take_the_same_steps(saved, text, spec, tmp_path, launch
         if train == "full":
             both = [x["loss"] for x in read_losses(launched / "shared")]
             assert both == pytest.approx([x["loss"] for x in expected], rel=1e-4)
+        assert not list((launched / train).glob("weights*"))  # files of whole weights
         written = json.loads((launched / train / "recovery.json").read_text())
         for name in ("softmax", "raw swap", "window alone"):
             assert written["lines"][name]["loss"] == pytest.approx(results["lines"][name]["loss"])
@@ -208,16 +217,20 @@ def test_sharded_weights_take_the_same_steps(saved, text, spec, tmp_path, launch
 
 
 @pytest.mark.slow
-def test_the_main_process_alone_holds_whole_weights(launched, text, tmp_path):
-    """Under FSDP2 the other one never allocates as much; the losses are those of one process."""
-    folder = launched / "deep-model"
+@pytest.mark.parametrize("train", ["lora", "full"])
+def test_no_process_holds_whole_weights(launched_deep, text, tmp_path, train):
+    """Under FSDP2, from the start to the end; losses and weights are those of one process."""
+    folder = launched_deep / "deep-model"
     model = hf.AutoModelForCausalLM.from_pretrained(folder)
     whole = sum(4 * p.numel() for p in model.parameters())
-    peak = json.loads((launched / "deep.json").read_text())
-    assert peak < whole  # its half, layers that are gathered, adapters and activations
-    recover(folder, DEEP, [text], tmp_path / "one", deep_run())
-    found, expected = (read_losses(x) for x in (launched / "deep", tmp_path / "one"))
-    assert [x["stage"] for x in found] == ["transfer", "distil", "distil"]
+    for rank in (0, 1):
+        peak = json.loads((launched_deep / f"deep-{train}-{rank}.json").read_text())
+        # its half, layers that are gathered, adapters and activations; with "full", halves of the
+        # gradients, of two moments and of the teacher, too
+        assert peak < (1 if train == "lora" else 2.75) * whole
+    recover(folder, DEEP, [text], tmp_path / "one", deep_run(train))
+    found, expected = (read_losses(x) for x in (launched_deep / f"deep-{train}", tmp_path / "one"))
+    assert [x["stage"] for x in found] == ["transfer", "distil"]
     ours, one = ([x["loss"] for x in losses[1:]] for losses in (found, expected))
     assert ours == pytest.approx(one, abs=1e-5)  # nats, of 0.003 to 0.008
 

@@ -62,7 +62,8 @@ def train(name, *given, on_step=lambda *_: None, **options):
     with engine(name) as prepared:
 
         def require(stage, step, loss):
-            require_engine(name, *prepared[-1], step + 1)
+            accelerator, model = prepared[-1]
+            require_engine(name, accelerator, model(), step + 1)
             on_step(stage, step, loss)
 
         # a resumed stage counts from its checkpoint
@@ -91,36 +92,35 @@ def losses(names, model, text, out):
             train(name, model, SPEC, [text], folder, ten_steps(parts))
 
 
-def deep_run():
+def deep_run(train):
     """Return settings whose activations are few beside the weights of :func:`save_deep`."""
     loop = LoopConfig(batch_size=2)
     small = {"row_length": 8, "lora_rank": 2, "evaluate_every": 0}
-    return config(train="lora", transfer_steps=1, distil_steps=2, loop=loop, **small)
+    return config(train=train, transfer_steps=1, distil_steps=1, loop=loop, **small)
 
 
 def save_deep(folder, tokenizer):
-    """Save a model of 16 layers, whose head is the embedding, with a tokenizer."""
+    """Save a model of 16 layers in bfloat16, whose head is the embedding, with a tokenizer."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 16}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": True}
     tokens = {"vocab_size": 384, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
     model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, **heads, **tokens))
-    model.save_pretrained(folder)
+    model.to(torch.bfloat16).save_pretrained(folder)
     hf.AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
 
 
 def deep(model, text, out):
-    """Train a deep model with sharded weights; the second process writes its peak of memory."""
+    """Train a deep model with sharded weights; each process writes its peak of memory."""
     folder = out / "deep-model"
     if dist.get_rank() == 0:
         save_deep(folder, model)
     dist.barrier()
-    start = partial(train, "fsdp2", folder, DEEP, [text], out / "deep", deep_run())
-    if dist.get_rank() == 0:
-        start()
-    else:
+    for kind in ("lora", "full"):
+        name = f"deep-{kind}"
+        start = partial(train, "fsdp2", folder, DEEP, [text], out / name, deep_run(kind))
         peak, _ = profile_allocations(start)
-        (out / "deep.json").write_text(json.dumps(peak))
+        (out / f"{name}-{dist.get_rank()}.json").write_text(json.dumps(peak))
 
 
 def ten_steps(accumulate):

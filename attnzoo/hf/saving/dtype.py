@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from attnzoo.hf.saving.files import read_config
@@ -35,20 +37,28 @@ def saved_dtype(path: Path) -> torch.dtype:
     return torch.float32
 
 
+def rounded_weights(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return a model's saved weights by name, except those that transformers keeps in float32."""
+    kept = names_kept_in_float32(model, dtype)
+    pattern = re.compile("|".join(map(re.escape, kept))) if kept else None
+    return {
+        name: x
+        for name, x in model.state_dict(keep_vars=True).items()
+        if x.is_floating_point() and not (pattern and pattern.search(name))
+    }
+
+
 @torch.no_grad()
 def cast_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Cast a model's saved weights in place, except those that transformers keeps in float32."""
-    kept = names_kept_in_float32(model, dtype)
-    pattern = re.compile("|".join(map(re.escape, kept))) if kept else None
-    for name, x in model.state_dict(keep_vars=True).items():
-        if x.is_floating_point() and not (pattern and pattern.search(name)):
-            x.data = x.data.to(dtype)
+    for x in rounded_weights(model, dtype).values():
+        x.data = x.data.to(dtype)
 
 
 @torch.no_grad()
 def round_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Round a float32 model's weights to what :func:`cast_weights` saves, still in float32."""
-    before = model.dtype
-    if dtype != before:
-        cast_weights(model, dtype)
-        cast_weights(model, before)
+    if dtype != model.dtype:
+        for x in rounded_weights(model, dtype).values():
+            part = x.to_local() if isinstance(x, DTensor) else x.data
+            part.copy_(part.to(dtype))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import chain
@@ -27,6 +27,8 @@ from attnzoo.registry import build_backend
 from attnzoo.spec import AttentionSpec
 
 _EXTRAS_ARE_NEW = ContextVar("_EXTRAS_ARE_NEW", default=False)
+Change = Callable[[nn.Module], None]
+_WHEN_BUILT: ContextVar[Change | None] = ContextVar("_WHEN_BUILT", default=None)
 FAMILIES = "BERT, CLIP, Gemma, GPT-2, Llama, Mistral, Phi-3, Qwen, T5, ViT, Whisper"
 
 
@@ -271,6 +273,27 @@ def extras_are_new() -> Iterator[None]:
         yield
     finally:
         _EXTRAS_ARE_NEW.reset(token)
+
+
+@contextmanager
+def when_built(change: Change) -> Iterator[None]:
+    """Context in which models change as soon as they are built, before they get weights.
+
+    Args:
+        change: Called with each model and each submodel, at the end of its ``post_init``.
+    """
+    token = _WHEN_BUILT.set(change)
+    try:
+        yield
+    finally:
+        _WHEN_BUILT.reset(token)
+
+
+def change_when_built(model: nn.Module) -> None:
+    """Change a model as :func:`when_built` says; runs at the end of the model's ``post_init``."""
+    change = _WHEN_BUILT.get()
+    if change is not None:
+        change(model)
 
 
 def _ignore_when_missing(model: Any, backends: Iterable[AttentionBackend]) -> None:
