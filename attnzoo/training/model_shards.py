@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from attnzoo.hf.names import NAME
 from attnzoo.hf.swap.backends import when_built
-from attnzoo.training.zero3 import gathered, partition, uses_zero3
+from attnzoo.training.zero3 import free_partition, gathered, partition, uses_zero3
 
 # The others wait until the main process has written a file. If it fails, its connections close.
 WAIT = timedelta(days=30)
@@ -237,6 +237,7 @@ class ModelShards:
                 full = found[name].detach().to(p.dtype)
                 part = full.clone() if is_shared(name) else shard(full, self.mesh, [Shard(0)])
             new[id(p)] = nn.Parameter(part, requires_grad=False)
+            free_partition(found[name])
         return _filled(empty, new, trained)
 
     @torch.no_grad()

@@ -83,3 +83,11 @@ def gathered(p: nn.Parameter) -> AbstractContextManager[Any]:
 
     context: AbstractContextManager[Any] = zero.GatheredParameters([p])
     return context
+
+
+def free_partition(p: Any) -> None:
+    """Free the data of a partitioned parameter that is not used again.
+
+    Hooks of DeepSpeed keep its engine, and with it the partitions, for longer than its model.
+    """
+    p.ds_tensor.data = p.ds_tensor.data.new_empty(0)

@@ -105,7 +105,7 @@ def launched_deep(run, saved, text, tmp_path_factory):
 def launched_deepspeed(run, saved, text, tmp_path_factory):
     """The same with DeepSpeed."""
     out = tmp_path_factory.mktemp("deepspeed")
-    run("deepspeed", saved, text, out)
+    run("deepspeed,deep_zero3", saved, text, out)
     return out
 
 
@@ -214,6 +214,16 @@ def test_sharded_weights_take_the_same_steps(saved, text, spec, tmp_path, launch
                 for x in (ours, whole)
             )
             assert float(torch.cosine_similarity(a, b, 0)) > 0.98
+
+
+@needs_deepspeed
+@pytest.mark.slow
+def test_no_process_of_deepspeed_holds_whole_weights(launched_deepspeed):
+    """Under ZeRO-3, from the start to the end."""
+    model = hf.AutoModelForCausalLM.from_pretrained(launched_deepspeed / "deep-model")
+    whole = sum(4 * p.numel() for p in model.parameters())
+    for rank in (0, 1):
+        assert json.loads((launched_deepspeed / f"deep-{rank}.json").read_text()) < whole
 
 
 @pytest.mark.slow

@@ -99,10 +99,10 @@ def deep_run(train):
     return config(train=train, transfer_steps=1, distil_steps=1, loop=loop, **small)
 
 
-def save_deep(folder, tokenizer):
-    """Save a model of 16 layers in bfloat16, whose head is the embedding, with a tokenizer."""
+def save_deep(folder, tokenizer, layers=16):
+    """Save a model in bfloat16, whose head is the embedding, with a tokenizer."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 16}
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": layers}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": True}
     tokens = {"vocab_size": 384, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
     model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, **heads, **tokens))
@@ -121,6 +121,27 @@ def deep(model, text, out):
         start = partial(train, "fsdp2", folder, DEEP, [text], out / name, deep_run(kind))
         peak, _ = profile_allocations(start)
         (out / f"{name}-{dist.get_rank()}.json").write_text(json.dumps(peak))
+
+
+def deep_zero3(model, text, out):
+    """Train adapters under ZeRO-3 with small buckets; each process writes its peak of memory."""
+    folder = out / "deep-model"
+    if dist.get_rank() == 0:
+        save_deep(folder, model, layers=32)
+    dist.barrier()
+    set_up = sharding.set_up_deepspeed
+
+    def set_up_small(options, clip):
+        set_up(options, clip)
+        sizes = dict.fromkeys(("reduce_bucket_size", "stage3_prefetch_bucket_size"), 50_000)
+        sizes |= dict.fromkeys(("sub_group_size", "stage3_max_live_parameters"), 100_000)
+        options["zero_optimization"] |= {**sizes, "stage3_param_persistence_threshold": 1_000}
+
+    sharding.set_up_deepspeed = set_up_small
+    start = partial(train, "deepspeed_zero3", folder, DEEP, [text], out / "deep", deep_run("lora"))
+    peak, _ = profile_allocations(start)
+    (out / f"deep-{dist.get_rank()}.json").write_text(json.dumps(peak))
+    sharding.set_up_deepspeed = set_up
 
 
 def ten_steps(accumulate):
@@ -245,7 +266,8 @@ if __name__ == "__main__":
     names, *paths = sys.argv[1:]
     dist.init_process_group("gloo")
     shorten_runs(setattr)
-    checks = (sharded, shared, idle, draws, engines, deepspeed, unshared, resize, rates, deep)
+    checks = (sharded, shared, idle, draws, engines, deepspeed, unshared, resize, rates)
+    checks += (deep, deep_zero3)
     for check in checks:
         if check.__name__ in names.split(","):
             check(*map(Path, paths))
