@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,11 +10,16 @@ import transformers as hf
 
 import attnzoo
 from attnzoo.errors import ConfigError, SpecError
+from attnzoo.evaluation.equal_memory import EqualWindow
+from attnzoo.hf.stock.layer_windows import layer_windows
 from attnzoo.hf.stock.recurrent import recurrent_layers
 from attnzoo.training import student as module
+from attnzoo.training.checkpoints import CheckpointError
 from attnzoo.training.loop import LoopConfig
 from attnzoo.training.recover import RecoverConfig, recover
-from attnzoo.training.student import StudentTransfer, equal_window, separate_documents
+from attnzoo.training.runs import BASELINES_DONE
+from attnzoo.training.student import StudentRun, StudentTransfer, equal_window
+from tests.byte_tokenizer import save_byte_tokenizer
 from tests.training.student_pair import NAMES, TEACHERS, load, run_torch_functions, write_pair
 
 CONFIG = RecoverConfig(
@@ -97,13 +103,33 @@ def test_the_loss_of_transfer(folders, to):
         assert not torch.equal(student(tokens).logits, teacher(tokens).logits)  # hooks are gone
 
 
+def test_the_loss_is_the_mean_of_that_of_layers_alone(tmp_path):
+    """Each layer gets the teacher's hidden states, whatever the other layers are."""
+    write_pair(tmp_path, "qwen3_5_text", 3, "1-2")
+    teacher = load(tmp_path / "teacher")
+    tokens = torch.randint(2, 259, (3, 40), generator=torch.Generator().manual_seed(0))
+    losses = {}
+    for layers in ("1", "2", "1-2"):
+        student = attnzoo.speed_up(attnzoo.convert(teacher, "qwen3_5_text", recurrent=layers))
+        with StudentTransfer(student, teacher) as transfer:
+            losses[layers] = transfer.loss(student, {"input_ids": tokens, "labels": tokens})
+    torch.testing.assert_close(losses["1-2"], (losses["1"] + losses["2"]) / 2)
+    assert (losses["1"] - losses["2"]).abs() > 0.01
+    losses["1-2"].backward()
+    trained = {p for p in student.parameters() if p.grad is not None}
+    assert trained == set(module.recurrent_parameters(student).values())
+
+
 def recurrent_names(student):
     return [name for name, _ in recurrent_layers(student)[1].named_parameters()]
 
 
 def test_documents_of_a_packed_row_do_not_see_each_other(folders):
-    student = attnzoo.speed_up(load(folders / "student"))
-    student.register_forward_pre_hook(separate_documents, with_kwargs=True)
+    """The model is that of a run, whatever the run is."""
+    run = SimpleNamespace(
+        accelerator=SimpleNamespace(distributed_type="NO"), path=folders / "student"
+    )
+    student = StudentRun.load(run, dtype=torch.float32).eval()
     tokens = torch.randint(2, 259, (1, 50), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(20), torch.arange(30)])[None]
     with torch.no_grad():
@@ -120,11 +146,49 @@ def test_distillation_that_makes_it_worse_is_undone(one_pair, text, tmp_path):
     assert torch.equal(*(x.model.layers[0].self_attn.k_proj.weight for x in (teacher, model)))
 
 
+def test_baselines_are_the_teacher_with_windows(one_pair):
+    """Their layers are read when they are evaluated; the teacher is itself again afterwards."""
+    teacher, seen = load(one_pair / "teacher"), []
+
+    def evaluate(name, equal=None, *, model=None, **options):
+        seen.append((name, None if model is None else layer_windows(model)))
+
+    run = SimpleNamespace(
+        teacher=teacher,
+        baselines=SimpleNamespace(results={}),
+        accelerator=SimpleNamespace(device="cpu"),
+        equal=EqualWindow(length=64, windows={1: 7}, swap_bytes=1, exact_bytes=2),
+        window=9,
+        evaluate_baseline=evaluate,
+    )
+    StudentRun.evaluate_baselines(run)
+    expected = [("softmax", [None, None]), ("raw swap", None), ("equal window", [None, 7])]
+    assert seen == [*expected, (BASELINES_DONE, [9, 9])]
+    assert layer_windows(teacher) == [None, None]
+
+
+def test_the_rate_of_transfer(one_pair, text, tmp_path):
+    config = replace(CONFIG, transfer_steps=2, distil_steps=0, transfer_lr=1e-9)
+    pair = {"teacher": one_pair / "teacher"}
+    recover(one_pair / "student", None, [text], tmp_path / "out", config, **pair)
+    before, after = (
+        recurrent_layers(load(x))[1].out_proj.weight
+        for x in (one_pair / "student", tmp_path / "out")
+    )
+    assert (before - after).abs().max() < 1e-7  # two steps of Adam at the default: 6e-3
+
+
 def test_a_run_is_resumed(one_pair, text, tmp_path, interrupt):
     config = replace(CONFIG, loop=replace(CONFIG.loop, checkpoint_every=2))
     arguments = (one_pair / "student", None, [text])
     pair = {"teacher": one_pair / "teacher"}
     interrupt(15, recover, *arguments, tmp_path / "out", config, **pair)
+    other = load(one_pair / "teacher")
+    other.model.norm.weight.data.mul_(2)
+    other.save_pretrained(tmp_path / "other")
+    save_byte_tokenizer(tmp_path / "other")
+    with pytest.raises(CheckpointError, match="its model is"):
+        recover(*arguments, tmp_path / "out", config, resume=True, teacher=tmp_path / "other")
     recover(*arguments, tmp_path / "out", config, resume=True, **pair)
     recover(*arguments, tmp_path / "whole", config, **pair)
     one, other = (load(tmp_path / x).state_dict() for x in ("out", "whole"))
@@ -157,6 +221,11 @@ REFUSED = {
     "blocks": ({"layers_at_once": 1}, "all recurrent layers"),
     "gates": ({"calibration_rows": 2}, "start from `attnzoo convert`"),
     "window": ({"window_dropout": 0.5}, "has no window"),
+    "transfer": ({"transfer_from": "x"}, "has a transfer of its own"),
+    "answers": ({"train_on": "completions", "repeat_share": 0.0}, "only whole texts"),
+    "teacher's type": ({"teacher_dtype": "bfloat16"}, "a model of its own"),
+    "offloading": ({"offload_teacher": True}, "a model of its own"),
+    "type": ({"dtype": "bfloat16", "train": "extras"}, "which need float32"),
     "split rows": ({"loop": LoopConfig(cp_size=2)}, "cp_size=2 splits rows"),
 }
 
@@ -182,6 +251,12 @@ def test_models_that_do_not_match_are_refused(one_pair, tmp_path):
         config.save_pretrained(tmp_path / name)
         with pytest.raises(SpecError, match=f"student has {name}="):
             module.require_pair(student, tmp_path / name)
+    load(teacher).save_pretrained(tmp_path / "tokens")
+    tokenizer = hf.AutoTokenizer.from_pretrained(teacher)
+    tokenizer.add_tokens(["four"])
+    tokenizer.save_pretrained(tmp_path / "tokens")
+    with pytest.raises(SpecError, match="other vocabularies"):
+        module.require_pair(student, tmp_path / "tokens")
 
 
 def test_command(one_pair, text, tmp_path, attnzoo_command, capsys):

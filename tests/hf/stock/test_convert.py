@@ -77,6 +77,7 @@ def window_mask(window):
 def test_windows_move_between_families_bit_for_bit(family, to):
     """The oracle is the stock class with the window as a mask that is written here."""
     original = model_of(family)
+    original.generation_config.top_k = 7
     if STOCK_CLASSES[to].windows is Windows.NONE:
         expected = logits(original, "eager")
         converted = attnzoo.convert(original, to)
@@ -90,6 +91,13 @@ def test_windows_move_between_families_bit_for_bit(family, to):
     assert converted.config.model_type == to
     assert not any("attnzoo" in name for name in converted.state_dict())
     assert torch.equal(logits(converted, "eager"), expected)
+    fields = ["vocab_size", "max_position_embeddings", "rms_norm_eps"]
+    fields += ["pad_token_id", "bos_token_id", "eos_token_id"]
+    for name in fields:
+        assert getattr(converted.config, name) == getattr(original.config, name), name
+    is_tied = converted.get_input_embeddings().weight is converted.lm_head.weight
+    assert is_tied == converted.config.tie_word_embeddings == (to != "mellum")
+    assert converted.generation_config.top_k == 7
 
 
 @pytest.mark.parametrize(

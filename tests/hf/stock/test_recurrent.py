@@ -3,7 +3,9 @@
 import copy
 import json
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from attnzoo.hf import seam
 from attnzoo.hf.stock import layer_inputs, mamba2, recurrent
 from attnzoo.hf.stock.classes import STOCK_CLASSES
 from attnzoo.hf.stock.convert import convert_files
+from attnzoo.hf.stock.weights import other_config
 from attnzoo.ops.delta.api import delta_attention
 from benchmarks.byte_tokenizer import as_tokenizer_json
 from tests.byte_tokenizer import save_byte_tokenizer
@@ -165,68 +168,147 @@ def test_a_student_whose_full_layers_differ_is_refused(to, monkeypatch):
         attnzoo.convert(model_of(SOURCES[to]), to, recurrent="1")
 
 
-def test_starting_values():
-    """Decays are spread over the heads, SiLU(z) is about 1, and keys have both signs of each."""
-    model = model_of("qwen3")
-    student = attnzoo.convert(model, CLASS, recurrent="1")
-    layer = recurrent.recurrent_layers(student)[1]
+class Start(NamedTuple):
+    """An attention layer, that of the student with its starting values, and what they get."""
+
+    own: torch.nn.Module
+    layer: torch.nn.Module
+    hidden: torch.Tensor  # [N, M]
+    heads: torch.Tensor  # the outputs of the heads of softmax, [N, H, D]
+    out: torch.Tensor  # [B, T, M]
+
+
+@cache
+def start(to):
+    """Return layer 1 of a model and of its student, measured by hooks of this file."""
+    model = model_of(SOURCES[to])
+    student = attnzoo.convert(model, to, recurrent="1")
+    own, seen = model.model.layers[1].self_attn, {}
+    own.register_forward_hook(
+        lambda layer, args, kwargs, out: seen.update(hidden=kwargs["hidden_states"], out=out[0]),
+        with_kwargs=True,
+    )
+    own.o_proj.register_forward_pre_hook(lambda layer, args: seen.update(heads=args[0]))
+    with torch.no_grad():
+        model(layer_inputs.sample_tokens(model))
+    hidden, heads = seen["hidden"].flatten(0, 1), seen["heads"].reshape(-1, 4, 8)
+    return Start(own, recurrent.recurrent_layers(student)[1], hidden, heads, seen["out"])
+
+
+def assert_heads(found, own, part, hidden):
+    """Assert that two outputs for each head are a head's projection, but for the size.
+
+    Args:
+        found: ``[N, 4, D]``.
+        own: The attention layer.
+        part: ``"q"``, ``"k"`` or ``"v"``.
+        hidden: ``[N, M]``.
+    """
+    w = getattr(own, f"{part}_proj").weight.view(-1, 8, 32)
+    norm = getattr(own, f"{part}_norm", None)
+    w = w if norm is None else w * norm.weight[:, None]
+    w = w.repeat_interleave(4 // len(w), 0)  # of grouped queries
+    expected = F.normalize(torch.einsum("hdm,nm->nhd", w, hidden), dim=(0, 2))
+    torch.testing.assert_close(F.normalize(found, dim=(0, 2)), expected)
+
+
+def test_starting_values_of_gated_delta_net():
+    """Keys and queries have both signs of each head, values are small and the same in both."""
+    at = start(CLASS)
+    layer = at.layer
     taps = layer.conv1d.weight
     assert torch.equal(taps, F.pad(torch.ones_like(taps[..., :1]), (3, 0)))  # the token itself
-    rates = layer.A_log.exp() * F.softplus(layer.dt_bias)
-    torch.testing.assert_close(rates[[0, -1]], torch.tensor([1 / 512, 1 / 4]))
-    assert (rates.diff() > 0).all()
+    with torch.no_grad():
+        q, k, v = layer.in_proj_qkv(at.hidden).unflatten(1, (3, 4, 2, 8)).unbind(1)
+    for part, found, size, sign in (("q", q, 1.0, -1), ("k", k, 1.0, -1), ("v", v, 0.3, 1)):
+        first, second = found.unbind(2)
+        assert torch.equal(first, sign * second), part
+        torch.testing.assert_close(first.square().mean((0, 2)).sqrt(), torch.full((4,), size))
+        assert_heads(first, at.own, part, at.hidden)
+    assert not layer.in_proj_b.weight.any()  # write strength 1/2
+    assert not layer.in_proj_a.weight.any()  # decays are the same for all tokens
+    assert torch.equal(layer.norm.weight, torch.ones(8))
+
+
+@both
+def test_decays_and_gates_of_starting_values(to):
+    """Decays are a geometric series; gates are constant, as far as a projection can be."""
+    at = start(to)
+    rates = at.layer.A_log.exp() * F.softplus(at.layer.dt_bias)
+    fastest = {CLASS: 1 / 4, GRANITE: 1 / 2}[to]
+    ends = torch.tensor([1 / 512, fastest]).log()
+    torch.testing.assert_close(rates.log(), torch.linspace(*ends, 8))
+    with torch.no_grad():
+        z = at.layer.in_proj_z(at.hidden) if to == CLASS else at.layer.in_proj(at.hidden)[:, :64]
+    assert 0.7 < F.silu(z).mean() < 1.1
+    x = at.hidden.double()
+    target = torch.full((len(x), 1), 1.278465, dtype=x.dtype)  # SiLU of it is 1
+    best = x @ torch.linalg.lstsq(x, target).solution
+    errors = [(y.double() - target).square().mean() for y in (z, best)]
+    assert errors[0] < 1.005 * errors[1]
+
+
+@both
+def test_the_outputs_of_starting_values_have_the_size_of_softmax(to):
+    """Each of two heads has half of the root mean square of its head's outputs."""
+    at = start(to)
+    sizes = at.heads.square().mean((0, 2)).sqrt()
+    assert sizes.max() > 1.05 * sizes.min()
+    expected = at.own.o_proj.weight.view(32, 4, 8) * sizes[:, None] / 2
+    first, second = at.layer.out_proj.weight.unflatten(1, (4, 2, 8)).unbind(2)
+    torch.testing.assert_close(first, expected)
+    assert torch.equal(second, first if to == CLASS else -first)
+    with torch.no_grad():
+        out = at.layer(at.hidden.view(*at.out.shape[:2], -1))
+    sizes = [x.square().mean().sqrt() for x in (out, at.out)]
+    assert 0.5 < sizes[0] / sizes[1] < 2
+
+
+def test_sizes_are_measured_on_text_that_the_model_samples():
+    """The mean logarithm of the probabilities of samples is minus the mean entropy."""
+    model = model_of("llama")
     tokens = layer_inputs.sample_tokens(model)
     assert tokens.shape == layer_inputs.CALIBRATION
     assert torch.equal(tokens, layer_inputs.sample_tokens(model))
-    measured = layer_inputs.measure_layers(model, [1], tokens)[1]
     with torch.no_grad():
-        gate = F.silu(layer.in_proj_z(measured.hidden))
-        out = layer(measured.hidden.view(*tokens.shape, -1))
-    assert 0.7 < gate.mean() < 1.1
-    first, second = layer.in_proj_qkv.weight[:64].view(4, 2, 8, 32).unbind(1)  # queries
-    assert torch.equal(first, -second)
-    w = model.model.layers[1].self_attn.q_proj.weight.view(4, 8, 32)
-    w = w * model.model.layers[1].self_attn.q_norm.weight[:, None]
-    torch.testing.assert_close(F.normalize(first, dim=(1, 2)), F.normalize(w, dim=(1, 2)))
-    sizes = [x.square().mean().sqrt() for x in (out, measured.out)]
-    assert 0.5 < sizes[0] / sizes[1] < 2
+        chances = model(tokens[:, :-1]).logits.log_softmax(-1)
+    excess = chances.gather(2, tokens[:, 1:, None])[..., 0] - (chances.exp() * chances).sum(-1)
+    assert excess.mean().abs() < 4 * excess.std() / excess.numel() ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("layers", "interval"), [([1], None), ([1, 2], None), ([0, 2], 2), ([0, 1], 3), ([], 1)]
+)
+def test_the_period_of_full_layers_is_written_where_there_is_one(layers, interval):
+    """llama.cpp reads it in place of the list of layers, and all engines read the sections."""
+    config = other_config(model_of("qwen3").config, CLASS, layers).to_dict()
+    assert config.get("full_attention_interval") == interval
+    assert sum(config["rope_parameters"]["mrope_section"]) == 8 // 2
 
 
 @needs_norms_of_groups
 def test_starting_values_of_mamba2():
-    """Heads come in pairs with both signs, whose difference is linear; decays are spread."""
-    model = model_of("llama")
-    student = attnzoo.convert(model, GRANITE, recurrent="1")
-    layer, config = recurrent.recurrent_layers(student)[1], student.config
+    """Heads come in pairs with both signs, whose difference is linear."""
+    student = attnzoo.convert(model_of("llama"), GRANITE, recurrent="1")
+    config = student.config
     assert (config.mamba_n_heads, config.mamba_n_groups) == (8, 8)
     assert (config.mamba_d_head, config.mamba_d_state, config.mamba_expand) == (8, 8, 2)
-    rates = layer.A_log.exp() * F.softplus(layer.dt_bias)
-    torch.testing.assert_close(rates[[0, -1]], torch.tensor([1 / 512, 1 / 2]))
-    assert (rates.diff() > 0).all()
+    at = start(GRANITE)
+    layer = at.layer
     assert not layer.D.any()
     assert not layer.conv1d.bias.any()
-    tokens = layer_inputs.sample_tokens(model)
-    measured = layer_inputs.measure_layers(model, [1], tokens)[1]
+    assert torch.equal(layer.norm.weight, torch.ones(64))
     with torch.no_grad():
-        projected = layer.in_proj(measured.hidden)
-        out = layer(measured.hidden.view(*tokens.shape, -1))
-    gate, x, b, c, dt = projected.split([64, 64, 64, 64, 8], 1)
-    assert 0.7 < F.silu(gate).mean() < 1.1
+        _, x, b, c, dt = layer.in_proj(at.hidden).split([64, 64, 64, 64, 8], 1)
     assert not dt.any()
-    own = model.model.layers[1].self_attn
-    for part, repeats, found in (("v", 2, x), ("k", 2, b), ("q", 1, c)):
+    torch.testing.assert_close(F.softplus(layer.dt_bias), torch.ones(8))
+    for part, found in (("v", x), ("k", b), ("q", c)):
         first, second = found.unflatten(1, (4, 2, 8)).unbind(2)
         assert torch.equal(first, -second)
         torch.testing.assert_close(first.square().mean((0, 2)), torch.ones(4))
-        w = getattr(own, f"{part}_proj").weight.view(-1, 8, 32).repeat_interleave(repeats, 0)
-        expected = F.normalize(torch.einsum("hdm,nm->nhd", w, measured.hidden), dim=(0, 2))
-        torch.testing.assert_close(F.normalize(first, dim=(0, 2)), expected)
+        assert_heads(first, at.own, part, at.hidden)
         # SiLU(x) - SiLU(-x) = x
         torch.testing.assert_close(F.silu(first) - F.silu(second), first)
-    first, second = layer.out_proj.weight.unflatten(1, (4, 2, 8)).unbind(2)
-    assert torch.equal(first, -second)
-    sizes = [x.square().mean().sqrt() for x in (out, measured.out)]
-    assert 0.5 < sizes[0] / sizes[1] < 2
 
 
 REFUSED = {
@@ -336,3 +418,16 @@ def test_the_tokenizer_beside_a_granite_has_the_tokens_of_the_embedded_model():
     assert made(text)["input_ids"] == tokens
     assert made.decode(tokens) == own.decode(tokens)
     assert len(made) == len(own)
+
+
+def test_a_granite_beside_a_tokenizer_without_tokenizer_json_is_refused(tmp_path):
+    """That of the embedded model is Python code, which transformers does not load there."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    save(model_of("llama", vocab_size=384), source)
+    assert not (source / "tokenizer.json").exists()
+    with pytest.raises(UnsupportedError, match=f"Beside a {GRANITE} model, transformers loads"):
+        convert_files(source, GRANITE, out)
+    assert not out.exists()
+    save_byte_tokenizer(source)
+    convert_files(source, GRANITE, out)
+    assert hf.AutoTokenizer.from_pretrained(out)("a b")["input_ids"] == [100, 35, 101, 1]
