@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from attnzoo.errors import SpecError
@@ -174,11 +173,8 @@ class EmbeddingRun(EncoderRun):
         """Set the held-out texts and compute the original model's embeddings of them."""
         super().set_eval_data(held_out)
 
-        def embed() -> Tensor:
-            with original_attention(self.model):
-                return embeddings(self.model, self.texts)
-
-        self.originals = self.shards.run(self.model, embed)
+        with self.shards.running(self.model), original_attention(self.model):
+            self.originals = embeddings(self.model, self.texts)
 
     def quality(self, model: PreTrainedModel, *, is_original: bool = False) -> EmbeddingSimilarity:
         """Return the similarity of a model's embeddings to the original model's."""

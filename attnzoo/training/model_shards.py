@@ -33,7 +33,6 @@ from attnzoo.training.zero3 import free_partition, gathered, partition, uses_zer
 
 # The others wait until the main process has written a file. If it fails, its connections close.
 WAIT = timedelta(days=30)
-T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
 Groups = list[dict[str, Any]]
 
@@ -130,16 +129,6 @@ class ModelShards:
             for name, x in module._buffers.items():
                 module._buffers[name] = x if x is None else x.to(device)
         return model
-
-    def run(self, model: nn.Module, compute: Callable[[], T]) -> T:
-        """Return the result of a function that runs a model; called by all processes.
-
-        Args:
-            model: The model, which runs without gradients.
-            compute: The function.
-        """
-        with self.running(model):
-            return compute()
 
     @contextmanager
     def running(self, model: nn.Module) -> Iterator[None]:

@@ -98,7 +98,8 @@ def distillation_factor(run: Any, model: Any) -> float:
     (known,) = broadcast_object_list([known])
     if known is None:
         rows = run.eval_batch.tokens[:16]
-        kl = run.shards.run(model, lambda: held_out_divergence(model, rows, run.teacher))
+        with run.shards.running(model):
+            kl = held_out_divergence(model, rows, run.teacher)
         known = {"kl": kl, "factor": rate_factor(kl)}
         if main:
             with explain_write_errors(run.checkpoints):

@@ -297,7 +297,8 @@ def _calibrate(run: Run, config: RecoverConfig) -> list[dict[str, Any]]:
         return []
     rows, count = run.loop.rows, config.calibration_rows
     tokens, positions = rows.tokens[:count].long(), rows.positions[:count].long()
-    layers = run.shards.run(run.model, lambda: calibrate(run.model, tokens, positions))
+    with run.shards.running(run.model):
+        layers = calibrate(run.model, tokens, positions)
     if not layers:
         run.log("gates are not calibrated: no row is longer than the window")
     for x in layers:

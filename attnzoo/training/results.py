@@ -44,12 +44,14 @@ def complete(
     with closing(run):
         if run.finished is not None:
             return run.finished
-        run.shards.run(run.model, run.evaluate_baselines)
+        with run.shards.running(run.model):
+            run.evaluate_baselines()
         run.loop.entropy_log = make_entropy_log(run)
         run.loop.keep_best, run.loop.make_judge, run.loop.log = run.keep_best, run.judge, run.log
         model, further = train(run)
         model = run.whole(model)
-        lines = run.shards.run(model, lambda: run.evaluate_result(model))
+        with run.shards.running(model):
+            lines = run.evaluate_result(model)
         results = {**_collect(run, model, lines), **further}
         save(run, model, results)
         return results

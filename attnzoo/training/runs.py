@@ -219,9 +219,8 @@ class Run:
         """Check the GPU kernels that the model needs and that have no verdict yet."""
         inputs = {name: x[None] for name, x in row.items() if name != "labels"}
         generates = self.command == "recover" and not self.is_encoder  # in the evaluation
-        with self.accelerator.autocast(), self.loop.autocast():
-            check = partial(check_model_kernels, self.model, inputs, self.log, generate=generates)
-            self.shards.run(self.model, check)
+        with self._autocast(), self.shards.running(self.model):
+            check_model_kernels(self.model, inputs, self.log, generate=generates)
 
     def _fingerprint(self, planned: str | None) -> str:
         """Return the fingerprint of the model's weights, which is that of the plan, if any."""
@@ -338,11 +337,9 @@ class Run:
             # fine-tuning is meant to change what the model generates
             string_tokenizer(self.path) if self.command == "recover" else None,
         )
-        cpu = torch.device("cpu")
-        self.eval_batch: EvalBatch = self.shards.run(
-            self.model,
-            lambda: with_original_continuations(self.model, batch, self.teacher).to(cpu),
-        )
+        with self.shards.running(self.model):
+            batch = with_original_continuations(self.model, batch, self.teacher)
+        self.eval_batch: EvalBatch = batch.to(torch.device("cpu"))
         if self.config.train_on == "all":
             self.long_batches = make_long_batches(
                 self.path,
@@ -455,9 +452,8 @@ class Run:
         """
         load = self.load_softmax_model
         tuned = self.train(load(), "softmax", steps, make_loss, load, before_step, **options)
-        tuned = self.shards.to_device(tuned)
-        evaluate = partial(self.baselines.evaluate, "softmax tuned", lambda: self.quality(tuned))
-        self.shards.run(tuned, evaluate)
+        with self.shards.running(tuned):
+            self.baselines.evaluate("softmax tuned", lambda: self.quality(tuned))
 
     def keep_best(self, model: nn.Module, stage: Stage) -> BestState | None:
         """Return what keeps the best state of a stage; ``None`` if the last one is kept.
@@ -568,10 +564,8 @@ class Run:
             model: PreTrainedModel = trained
         elif self.is_narrow:
             return self._merged_to_whole(trained)
-        elif self.shards.enabled:
-            model = merge_shards(trained)
         else:
-            model = trained.merge_and_unload()
+            model = merge_shards(trained) if self.shards.enabled else trained.merge_and_unload()
         return self.shards.to_device(model)
 
     def whole(self, model: PreTrainedModel) -> PreTrainedModel:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers as hf
+from accelerate.utils import DistributedType
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -21,6 +22,7 @@ def fsdp2(*, policy=None, processes=2):
     plugin = SimpleNamespace(cpu_offload=policy or OffloadPolicy(), cpu_ram_efficient_loading=True)
     return SimpleNamespace(
         is_fsdp2=True,
+        distributed_type=DistributedType.FSDP,
         num_processes=processes,
         device=torch.device("cpu"),
         state=SimpleNamespace(fsdp_plugin=plugin),
@@ -96,11 +98,14 @@ def test_weights_are_parts_where_fsdp2_shards_on_the_devices():
     assert shards_models(fsdp2())
     assert not shards_models(fsdp2(policy=CPUOffloadPolicy()))
     assert not shards_models(fsdp2(processes=1))
-    ddp = ModelShards(SimpleNamespace(is_fsdp2=False))
+    ddp = ModelShards(
+        SimpleNamespace(is_fsdp2=False, num_processes=2, distributed_type=DistributedType.MULTI_CPU)
+    )
     assert not ddp.enabled
     model = torch.nn.Linear(2, 2)
     assert ddp.load(lambda: model) is model
-    assert ddp.run(model, lambda: 3) == 3
+    with ddp.running(model):
+        assert not model._forward_pre_hooks
     assert ddp.fetch(model.weight).data_ptr() == model.weight.data_ptr()
 
 
