@@ -189,10 +189,9 @@ def train(
     ] = "stock",
     seeds: Annotated[list[int] | None, typer.Option(help="seeds (repeatable)")] = None,
     times: Annotated[float, typer.Option(help="factor of the steps")] = 1,
-    transfer_share: Annotated[
-        float | None, typer.Option(help="share of the steps for transfer; default: the recipe's")
-    ] = None,
-    rates: Annotated[str, typer.Option(help="JSON: rates in place of the recipe's")] = "{}",
+    settings: Annotated[
+        str, typer.Option(help="JSON: settings in place of the recipe's, such as steps and rates")
+    ] = "{}",
     precision: Annotated[str, typer.Option(help="bf16, or no (float32)")] = "bf16",
     long_rows: Annotated[bool, typer.Option("--long", help="evaluate rows of 4,096 too")] = False,
     out: Out = None,
@@ -202,18 +201,13 @@ def train(
     if mechanism not in ("stock", "delta"):
         raise typer.BadParameter(f"--mechanism must be stock or delta, got {mechanism!r}")
     recipe = recipe_config("student")
-    total = recipe.transfer_steps + recipe.distil_steps
-    share = recipe.transfer_steps / total if transfer_share is None else transfer_share
     steps = {
-        "transfer_steps": round(times * total * share),
-        "distil_steps": round(times * total * (1 - share)),
+        name: round(times * getattr(recipe, name)) for name in ("transfer_steps", "distil_steps")
     }
-    given = json.loads(rates)
+    given = {**steps, **json.loads(settings)}
     for seed in seeds or [0]:
         start = time.monotonic()
-        config = recipe_config(
-            "student", seed=seed, precision=precision, entropy_every=0, **steps, **given
-        )
+        config = recipe_config("student", seed=seed, precision=precision, entropy_every=0, **given)
         line = {"mechanism": mechanism, "layers": layers, "seed": seed, "times": times}
         with tempfile.TemporaryDirectory() as folder, teacher_folder(teacher) as source:
             line["teacher"] = read_config(source).model_type
@@ -221,7 +215,8 @@ def train(
             found = run(source, layers, mechanism, result, config)
             seconds = round(time.monotonic() - start)
             more = {"4096": long_loss(source, result)} if long_rows else {}
-        line |= {**steps, **given, "precision": precision, "seconds": seconds}
+        rows = {"batch_size": config.loop.batch_size, "distil_batch": config.distil_batch}
+        line |= {**rows, **given, "precision": precision, "seconds": seconds}
         more |= {"equal_window": found["equal_window"], "verdict": found["verdict"]}
         write({**line, "lines": shown(found["lines"]), **more}, out)
 
