@@ -98,6 +98,13 @@ def test_a_command_that_a_recipe_does_not_have_is_refused():
         recipe_config("quick", "finetune")
 
 
+def test_students_take_the_tokens_of_quick_with_fewer_rows_in_transfer():
+    quick, student = (recipe_stages(recipes()[name]) for name in ("quick", "student"))
+    assert [(x.steps, x.rows) for x in quick] == [(60, 8), (100, 8)]
+    assert [(x.steps, x.rows) for x in student] == [(240, 2), (100, 8)]
+    assert [x.tokens for x in student] == [x.tokens for x in quick] == [60 * 4096, 100 * 4096]
+
+
 def test_unknown_recipe():
     with pytest.raises(
         ConfigError, match=r"called 'quik'. Did you mean 'quick'\? Available: kl_guided"
