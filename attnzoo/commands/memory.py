@@ -17,7 +17,7 @@ from attnzoo.report.live import show_status
 Length = Annotated[str, typer.Option(help="tokens per row, such as 32k")]
 Batch = Annotated[int, typer.Option(min=1, help="rows")]
 Dtype = Annotated[str, typer.Option(help="data type of the weights")]
-Optimizer = Annotated[str, typer.Option(help="adamw, adamw_8bit (bitsandbytes) or sgd")]
+Optimizer = Annotated[str, typer.Option(help="adamw, adamw_8bit (bitsandbytes), adafactor or sgd")]
 Train = Annotated[
     str, typer.Option(help="full, lora (adapters and extras) or extras (of the backends)")
 ]

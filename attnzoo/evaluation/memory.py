@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -30,8 +30,13 @@ from attnzoo.evaluation.allocations import (
 )
 from attnzoo.evaluation.decoding import cache_bytes
 from attnzoo.evaluation.memory_4bit import in_4_bits
-from attnzoo.evaluation.memory_8bit import state_bytes
 from attnzoo.evaluation.memory_case import LOSSES, NF4, MemoryCase, TrainingLoss
+from attnzoo.evaluation.memory_optimizer import (
+    measured_optimizer,
+    planned_optimizer,
+    tensor_bytes,
+    trained_parameters,
+)
 from attnzoo.evaluation.memory_sharding import AccumulatedGradients, GatheredUnits
 from attnzoo.evaluation.models import max_positions
 from attnzoo.hf.adapters.lora import with_adapters
@@ -138,7 +143,7 @@ def compute(case: MemoryCase) -> tuple[MemoryUse, BackwardPeaks]:
     """
     model, mode = fake_model(lambda: build_model(case))
     with counted(mode) as tracker:
-        return _memory_use(model, case, tracker, lambda: _planned_optimizer(model, case))
+        return _memory_use(model, case, tracker, planned_optimizer)
 
 
 def measure(case: MemoryCase) -> MemoryUse:
@@ -158,7 +163,7 @@ def measure(case: MemoryCase) -> MemoryUse:
         )
     torch.manual_seed(0)
     model = build_model(case)
-    return _memory_use(model, case, real_meter, lambda: _measured_optimizer(model, case))[0]
+    return _memory_use(model, case, real_meter, measured_optimizer)[0]
 
 
 def measured(case: MemoryCase) -> dict[str, Any]:
@@ -195,12 +200,12 @@ def build_model(case: MemoryCase) -> PreTrainedModel:
     if case.train == "lora":
         task = "CAUSAL_LM" if model.can_generate() else "FEATURE_EXTRACTION"
         model = with_adapters(model, case.lora_rank, task).base_model.model
+    elif case.train == "extras":
+        model.requires_grad_(False)
+    if case.train != "full":
         for name, parameter in model.named_parameters():
             if f".{NAME}." in name:
                 parameter.requires_grad_(True)
-    if case.train == "extras":
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(f".{NAME}." in name)
     return model
 
 
@@ -208,7 +213,7 @@ def _memory_use(
     model: PreTrainedModel,
     case: MemoryCase,
     meter: Meter,
-    optimizer: Callable[[], tuple[int, int]],
+    optimizer: Callable[[nn.Module, MemoryCase, Meter], tuple[int, int]],
 ) -> tuple[MemoryUse, BackwardPeaks]:
     """Run training and decoding under a meter.
 
@@ -220,10 +225,10 @@ def _memory_use(
     """
     vocabulary = int(model.config.get_text_config().vocab_size)
     tokens = torch.randint(vocabulary, (case.rows, case.length))
-    parameters = _bytes([*model.parameters(), *model.buffers()])
+    parameters = tensor_bytes([*model.parameters(), *model.buffers()])
     limit = max_positions(Path(case.path))
     prompt, cache, step = _inference(model.eval(), tokens, meter, limit)
-    trained = [x for x in model.parameters() if x.requires_grad]
+    trained = trained_parameters(model)
     if not trained:
         raise UnsupportedError(
             f"attention {case.attention!r} adds no parameters, so there is nothing to train with "
@@ -235,8 +240,8 @@ def _memory_use(
     forward = partial(_autocast, loss.forward, case.precision)
     once = _backward(model, forward, meter, case)
     freed = case.shards or case.accumulate > 1
-    gradients = _bytes(trained if freed else (x.grad for x in trained))
-    state, update = optimizer()
+    gradients = tensor_bytes(trained if freed else (x.grad for x in trained))
+    state, update = optimizer(model, case, meter)
     again = None
     if model.supports_gradient_checkpointing:
         with warnings.catch_warnings():
@@ -255,7 +260,7 @@ def _memory_use(
         prompt=prompt,
         cache=cache,
         step=step,
-        teacher=_bytes([] if loss.teacher is None else loss.teacher.parameters())
+        teacher=tensor_bytes([] if loss.teacher is None else loss.teacher.parameters())
         - loss.teacher_saved,
     )
     return of_one_gpu(use, BackwardPeaks(once.peaks, again and again.peaks), model, case)
@@ -284,10 +289,9 @@ def of_one_gpu(
         buckets = use.gradients if case.gpus > 1 else 0  # DDP's copy, for communication
         use = replace(use, gradients=use.gradients + buckets)
         return _with_more(use, peaks, buckets)
-    wide = case.kept_dtype.itemsize // case.compute_dtype.itemsize
 
     def part(size: int) -> int:
-        return -(-wide * size // case.gpus)
+        return -(-case.widening * size // case.gpus)
 
     use = replace(
         use,
@@ -295,7 +299,7 @@ def of_one_gpu(
         gradients=part(use.gradients),
         optimizer=part(use.optimizer),
         update=part(use.update),
-        whole=wide * use.parameters,
+        whole=case.widening * use.parameters,
     )
     return use, peaks
 
@@ -355,8 +359,9 @@ def _backward(
     kept: list[int] = []
     buffers: GatheredUnits | AccumulatedGradients | None = None
     if case.shards:
-        wide = case.kept_dtype.itemsize // case.compute_dtype.itemsize
-        buffers = GatheredUnits(model, gpus=case.gpus, wide=wide, accumulate=case.accumulate)
+        buffers = GatheredUnits(
+            model, gpus=case.gpus, wide=case.widening, accumulate=case.accumulate
+        )
     elif case.accumulate > 1:
         buffers = AccumulatedGradients(model)
 
@@ -382,7 +387,7 @@ def _backward(
 @contextmanager
 def _marks(model: nn.Module, mark: Callable[[], None]) -> Iterator[None]:
     """Context in which a function is called when a parameter has its gradient."""
-    trained = [x for x in model.parameters() if x.requires_grad]
+    trained = trained_parameters(model)
     hooks = [x.register_post_accumulate_grad_hook(lambda _: mark()) for x in trained]
     try:
         yield
@@ -422,31 +427,3 @@ def _inference(
     one = tokens[:, :1]
     step = meter(lambda: model(input_ids=one, **cache_argument(caches[0]), **arguments)).peak
     return used, kept, step
-
-
-def _planned_optimizer(model: PreTrainedModel, case: MemoryCase) -> tuple[int, int]:
-    """Return the bytes of the state of an optimizer, and of its intermediate results."""
-    sizes = [x.numel() * x.element_size() for x in model.parameters() if x.requires_grad]
-    if case.optimizer == "sgd":
-        return 0, 0
-    if case.optimizer == "adamw_8bit":  # its kernels of GPUs update in place
-        return state_bytes(model, (x for x in model.parameters() if x.requires_grad)), 0
-    # a root and a quotient of each weight in turn, beside the quotient of the weight before it
-    update = max(before + 2 * size for before, size in zip([0, *sizes], sizes, strict=False))
-    return 2 * sum(sizes), update  # two moments
-
-
-def _measured_optimizer(model: PreTrainedModel, case: MemoryCase) -> tuple[int, int]:
-    """Return what a step of an optimizer keeps, and what it uses."""
-    trained = [x for x in model.parameters() if x.requires_grad]
-    make = torch.optim.AdamW if case.optimizer == "adamw" else torch.optim.SGD
-    optimizer: Any = make(trained, lr=1e-5)
-    update = real_meter(optimizer.step).peak
-    state = _bytes(x for entry in optimizer.state.values() for x in entry.values())
-    return state, update
-
-
-def _bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Return the bytes of tensors; tied ones count once."""
-    unique = {id(x): x for x in tensors if x is not None}
-    return sum(x.numel() * x.element_size() for x in unique.values())

@@ -29,7 +29,7 @@ class TrainingLoss(NamedTuple):
     teacher_saved: int = 0
 
 
-OPTIMIZERS = ("adamw", "adamw_8bit", "sgd")
+OPTIMIZERS = ("adamw", "adamw_8bit", "adafactor", "sgd")
 TRAINED = ("full", "lora", "extras")
 TEACHERS = ("shared", "copy", "offloaded")
 SHARDINGS = ("fsdp2", "ddp")
@@ -62,7 +62,8 @@ class MemoryCase:
         batch: Rows.
         dtype: Data type of the weights.
         optimizer: ``"adamw"``, two numbers per trained weight, ``"adamw_8bit"``, the same in 8 bits
-            of bitsandbytes, or ``"sgd"`` without momentum.
+            of bitsandbytes, ``"adafactor"``, a number per row and column of a trained matrix, or
+            ``"sgd"`` without momentum.
         train: ``"full"``, all weights, ``"extras"``, those that the backends add, or ``"lora"``,
             adapters on all linear layers and extras.
         loss: ``"lm"``, that of the model's ``forward``, or one of :func:`register_loss`.
@@ -159,10 +160,10 @@ class MemoryCase:
             raise ConfigError(
                 "load_in_4bit is for frozen weights, but train='full' trains them; use 'lora'"
             )
-        if self.optimizer == "adamw_8bit" and self.shards:
+        if self.optimizer in ("adamw_8bit", "adafactor") and self.shards:
             raise ConfigError(
-                "optimizer='adamw_8bit' updates whole tensors, but sharding='fsdp2' shards them; "
-                "give sharding='ddp' or optimizer='adamw'"
+                f"optimizer={self.optimizer!r} updates whole tensors, but sharding='fsdp2' shards "
+                "them; give sharding='ddp' or optimizer='adamw'"
             )
         if self.load_in_4bit and self.gpus > 1:
             raise ConfigError("load_in_4bit is computed for one GPU; leave gpus out")
@@ -194,6 +195,11 @@ class MemoryCase:
         """Data type of the weights between steps."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
+
+    @property
+    def widening(self) -> int:
+        """Bytes of a weight between steps over those of one that runs."""
+        return self.kept_dtype.itemsize // self.compute_dtype.itemsize
 
     @property
     def attention(self) -> str:

@@ -143,7 +143,8 @@ def estimate_memory(
         length: Tokens per row.
         batch: Rows.
         dtype: Data type of the weights, such as ``"bfloat16"``.
-        optimizer: ``"adamw"``, ``"adamw_8bit"`` of bitsandbytes, or ``"sgd"`` without momentum.
+        optimizer: ``"adamw"``, ``"adamw_8bit"`` of bitsandbytes, ``"adafactor"`` of transformers,
+            or ``"sgd"`` without momentum.
         train: ``"full"``, ``"extras"`` for the parameters that the backends add, or ``"lora"`` for
             adapters on all linear layers and extras.
         gpus: GPUs that have ``batch`` rows together; the result is that of one of them.

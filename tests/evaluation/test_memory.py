@@ -161,7 +161,7 @@ def test_python_interface(configs):
     ("model", "changes", "message"),
     [
         ("llama", {"length": 0}, "length must be at least 1"),
-        ("llama", {"optimizer": "adam"}, "adamw, adamw_8bit, sgd"),
+        ("llama", {"optimizer": "adam"}, "adamw, adamw_8bit, adafactor, sgd"),
         ("llama", {"dtype": "float"}, None),
         ("llama", {"dtype": "half16"}, "float32 or bfloat16"),
         ("llama", {"train": "extras"}, "adds no parameters"),
