@@ -42,6 +42,12 @@ Accumulate = Annotated[int, typer.Option(help="micro-batches of --batch (gradien
 LoadIn4bit = Annotated[
     bool, typer.Option("--load-in-4bit", help="frozen linear layers in 4 bits (QLoRA)")
 ]
+ActivationOffloading = Annotated[
+    bool,
+    typer.Option(
+        "--activation-offloading", help="activations in CPU memory until the backward pass"
+    ),
+]
 Measure = Annotated[
     bool, typer.Option("--measure", help="also run each attention, in a process of its own")
 ]
@@ -68,6 +74,7 @@ def memory(
     sharding: Sharding = "fsdp2",
     accumulate: Accumulate = 1,
     load_in_4bit: LoadIn4bit = False,
+    activation_offloading: ActivationOffloading = False,
     measure: Measure = False,
     fit: Fit = None,
     timeout: Timeout = 600.0,
@@ -104,6 +111,7 @@ def memory(
             sharding=sharding,
             accumulate=accumulate,
             load_in_4bit=load_in_4bit,
+            activation_offloading=activation_offloading,
         )
         for spec in _specs(path, attention)
     ]

@@ -37,6 +37,7 @@ class Allocation(NamedTuple):
     peak: int  # the most at any time
     kept: int  # after the call, while its result exists
     peaks: tuple[int, ...] = ()  # the most between one mark and the next
+    elsewhere: int = 0  # in other memory
 
 
 def _nothing() -> None:
@@ -76,11 +77,13 @@ class AllocationTracker(TorchDispatchMode):
     Attributes:
         current: Bytes of the counted storages that are alive.
         peak: The largest ``current`` since the last mark.
+        elsewhere: Bytes of the storages of :meth:`in_other_memory` that are alive.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.current = self.peak = 0
+        self.current = self.peak = self.elsewhere = 0
+        self._in_other_memory = False
         self._peaks: list[int] = []  # between marks
         self._alive: dict[int, int] = {}  # storage -> bytes; 0 for storages made elsewhere
 
@@ -100,6 +103,14 @@ class AllocationTracker(TorchDispatchMode):
         """Record the peak since the last mark."""
         self._peaks.append(self.peak)
         self.peak = self.current
+
+    def in_other_memory(self, make: Callable[[], Tensor]) -> Tensor:
+        """Return a tensor that a function makes, whose bytes are not in the counted memory."""
+        self._in_other_memory = True
+        try:
+            return make()
+        finally:
+            self._in_other_memory = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -121,13 +132,16 @@ class AllocationTracker(TorchDispatchMode):
         key = storage._cdata
         if key in self._alive:
             return
-        self._alive[key] = count
-        self.current += count
+        elsewhere = count if self._in_other_memory else 0
+        self._alive[key] = count - elsewhere
+        self.current += count - elsewhere
+        self.elsewhere += elsewhere
         self.peak = max(self.peak, self.current)
-        weakref.finalize(storage, self._free, key)
+        weakref.finalize(storage, self._free, key, elsewhere)
 
-    def _free(self, key: int) -> None:
+    def _free(self, key: int, elsewhere: int) -> None:
         self.current -= self._alive.pop(key)
+        self.elsewhere -= elsewhere
 
 
 def _run(func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:

@@ -44,6 +44,7 @@ from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.names import NAME
 from attnzoo.hf.saving.files import model_class, read_config
 from attnzoo.hf.seam import cache_argument
+from attnzoo.runtime.activation_offload import offload_activations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,8 @@ class MemoryUse:
             includes the cache.
         cache: Keys and values, or states, after the prompt; ``None`` if it does not decode.
         step: Used by decoding one token, beyond weights and cache.
+        offloaded: Copies of activations in the memory of the CPU, after the forward pass.
+        offloaded_checkpointed: The same under gradient checkpointing.
         teacher: Weights of a model that teaches beside the one that is trained.
         whole: Whole weights, which the main process of sharded training holds, with the teacher,
             before they are sharded and after training; 0 if ``parameters`` are whole.
@@ -80,6 +83,8 @@ class MemoryUse:
     prompt: int
     cache: int | None
     step: int | None
+    offloaded: int = 0
+    offloaded_checkpointed: int | None = None
     teacher: int = 0
     whole: int = 0
 
@@ -161,6 +166,11 @@ def measure(case: MemoryCase) -> MemoryUse:
             "optimizer='adamw_8bit' and teacher_dtype='nf4'; leave them out, or compute the memory "
             "only"
         )
+    if case.activation_offloading:
+        raise ConfigError(
+            "activation_offloading moves activations to the memory of the CPU, where those of a "
+            "measured run are already; leave it out, or compute the memory only"
+        )
     torch.manual_seed(0)
     model = build_model(case)
     return _memory_use(model, case, real_meter, measured_optimizer)[0]
@@ -235,10 +245,8 @@ def _memory_use(
             "train='extras'; use train='full'"
         )
     model.train()
-    make = LOSSES.get(case.loss)
-    loss = make(model, tokens, case) if make else TrainingLoss(_forward(model, tokens))
-    forward = partial(_autocast, loss.forward, case.precision)
-    once = _backward(model, forward, meter, case)
+    loss = _training_loss(model, tokens, case, meter)
+    once = _backward(model, loss.forward, meter, case)
     freed = case.shards or case.accumulate > 1
     gradients = tensor_bytes(trained if freed else (x.grad for x in trained))
     state, update = optimizer(model, case, meter)
@@ -247,7 +255,7 @@ def _memory_use(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # transformers renames the method
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        again = _backward(model, forward, meter, case)
+        again = _backward(model, loss.forward, meter, case)
     use = MemoryUse(
         parameters=parameters,
         gradients=gradients,
@@ -260,10 +268,24 @@ def _memory_use(
         prompt=prompt,
         cache=cache,
         step=step,
+        offloaded=once.elsewhere,
+        offloaded_checkpointed=again and again.elsewhere,
         teacher=tensor_bytes([] if loss.teacher is None else loss.teacher.parameters())
         - loss.teacher_saved,
     )
     return of_one_gpu(use, BackwardPeaks(once.peaks, again and again.peaks), model, case)
+
+
+def _training_loss(
+    model: PreTrainedModel, tokens: Tensor, case: MemoryCase, meter: Meter
+) -> TrainingLoss:
+    """Return the loss of a case, under its autocast and its offloading of activations."""
+    make = LOSSES.get(case.loss)
+    loss = make(model, tokens, case) if make else TrainingLoss(_forward(model, tokens))
+    forward = partial(_autocast, loss.forward, case.precision)
+    if case.activation_offloading and isinstance(meter, AllocationTracker):
+        forward = partial(_offloading, forward, model, meter)
+    return loss._replace(forward=forward)
 
 
 def of_one_gpu(
@@ -339,6 +361,18 @@ def _autocast(forward: Callable[[], Tensor], precision: str) -> Tensor:
         return forward()
 
 
+def _offloading(
+    forward: Callable[[], Tensor], model: nn.Module, tracker: AllocationTracker
+) -> Tensor:
+    """Run a forward pass whose activations are in the memory of a CPU, which is counted apart."""
+
+    def allocate(x: Tensor) -> Tensor:
+        return tracker.in_other_memory(lambda: torch.empty(x.shape, dtype=x.dtype))
+
+    with offload_activations(model, torch.device("cpu"), allocate=allocate):
+        return forward()
+
+
 def _backward(
     model: PreTrainedModel, forward: Callable[[], Tensor], meter: Meter, case: MemoryCase
 ) -> Allocation:
@@ -357,6 +391,7 @@ def _backward(
 
         return meter(accumulate, reset)._replace(kept=saved)
     kept: list[int] = []
+    elsewhere: list[int] = []
     buffers: GatheredUnits | AccumulatedGradients | None = None
     if case.shards:
         buffers = GatheredUnits(
@@ -371,6 +406,7 @@ def _backward(
         before = meter.current
         loss = forward()
         kept.append(meter.current - before)
+        elsewhere.append(meter.elsewhere)
         loss.backward()
         if buffers is not None:
             buffers.end_of_step()
@@ -381,7 +417,7 @@ def _backward(
             buffers.reset()
 
     with _marks(model, meter.mark) if buffers is None else buffers.running(meter.mark):
-        return meter(run, start)._replace(kept=kept[-1])
+        return meter(run, start)._replace(kept=kept[-1], elsewhere=elsewhere[-1])
 
 
 @contextmanager

@@ -80,6 +80,8 @@ class MemoryCase:
             ``"ddp"``, nothing.
         accumulate: Micro-batches of ``batch``: the rows of one are in memory at a time.
         load_in_4bit: Whether frozen linear layers have weights of 4 bits (QLoRA).
+        activation_offloading: Whether activations are in the memory of the CPU from the forward to
+            the backward pass, as in ``LoopConfig``.
     """
 
     path: str
@@ -98,6 +100,7 @@ class MemoryCase:
     sharding: str = "fsdp2"
     accumulate: int = 1
     load_in_4bit: bool = False
+    activation_offloading: bool = False
 
     def __post_init__(self) -> None:
         for name in ("length", "batch", "lora_rank", "gpus", "accumulate"):

@@ -16,6 +16,7 @@ from attnzoo.hf.attention.call import layer_backend
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.logits import tokens_per_chunk
 from attnzoo.hf.swap.backends import read_spec
+from attnzoo.runtime.activation_offload import MIN_BYTES
 from attnzoo.spec import AttentionSpec
 
 SHORTEST = 1024  # tokens; the shortest of the three lengths from which longer ones follow
@@ -38,6 +39,8 @@ class MemoryCurve:
         start = max(SHORTEST, 4 * _longest_window(case))
         if case.loss != "lm":  # whose logits are computed in chunks where there are more tokens
             start = max(start, _tokens_of_a_chunk(case) // case.rows + 1)
+        if case.activation_offloading:  # from where numbers in float32, one a token, are moved too
+            start = max(start, MIN_BYTES // (4 * case.rows))
         self.sampled = tuple(max(1, min(start, self.longest // 4)) * n for n in (1, 2, 4))
         self._computed: dict[int, tuple[MemoryUse, BackwardPeaks]] = {}
         self._extrapolate: Callable[[int], MemoryUse] | None = None

@@ -21,6 +21,7 @@ COLUMNS = {
     "inference": "prompt",
     "decoding": "decoding",
 }
+OFFLOADED = {"offloaded": "on the CPU", "offloaded_checkpointed": "checkpointed"}
 CAPTION = (
     "Training, prompt and decoding are peaks, weights included; checkpointed: with gradient "
     "checkpointing. Tensors on a CPU: without the process itself, and on a GPU without kernels' "
@@ -37,22 +38,24 @@ def memory_table(rows: Sequence[Mapping[str, Any]], title: str = "") -> Table:
             ``MemoryUse``; rows without ``computed`` are left out.
         title: Title of the table.
     """
+    rows = [row for row in rows if row.get("computed")]
+    columns = COLUMNS
+    if any(row["computed"].get("offloaded") for row in rows):
+        columns = columns | OFFLOADED
     body: list[list[str]] = []
     for row in rows:
-        computed, measured = row.get("computed"), row.get("measured")
-        if not computed:
-            continue
+        computed, measured = row["computed"], row.get("measured")
         name = row["attention"]
         if not measured:
-            body.append([name, *(format_bytes(computed[key]) for key in COLUMNS)])
+            body.append([name, *(format_bytes(computed[key]) for key in columns)])
             continue
-        ratios = [_ratio(computed[key], measured[key]) for key in COLUMNS]
+        ratios = [_ratio(computed[key], measured[key]) for key in columns]
         body += [
-            [f"{name}, computed", *(format_bytes(computed[key]) for key in COLUMNS)],
-            [f"{name}, measured", *(format_bytes(measured[key]) for key in COLUMNS)],
+            [f"{name}, computed", *(format_bytes(computed[key]) for key in columns)],
+            [f"{name}, measured", *(format_bytes(measured[key]) for key in columns)],
             ["computed / measured", *ratios],
         ]
-    return Table(columns=["attention", *COLUMNS.values()], rows=body, title=title, caption=CAPTION)
+    return Table(columns=["attention", *columns.values()], rows=body, title=title, caption=CAPTION)
 
 
 def _ratio(computed: int | None, measured: int | None) -> str:

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 from attnzoo.errors import AttnzooError, ConfigError
 from attnzoo.hf.context_parallel import context_parallel
-from attnzoo.training.activation_offload import offload_activations
+from attnzoo.runtime.activation_offload import offload_activations
 from attnzoo.training.best_state import BestState, LastState, random_state_kept
 from attnzoo.training.checkpoints import Checkpoints, explain_write_errors
 from attnzoo.training.compiled import CompiledLayers

@@ -6,7 +6,6 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from attnzoo.errors import ConfigError
-from attnzoo.training.activation_offload import require_offloading
 from attnzoo.training.loop import LoopConfig
 from attnzoo.training.optimizer import require_optimizer
 
@@ -30,4 +29,27 @@ def require_settings(config: LoopConfig, accelerator: Accelerator) -> None:
         raise ConfigError(
             "torch_compile compiles layers in place, which DeepSpeed's engine wraps; leave it out, "
             "or train with DDP or FSDP2"
+        )
+
+
+def require_offloading(accelerator: Accelerator) -> None:
+    """Raise an error if activations cannot be moved to CPU memory.
+
+    Args:
+        accelerator: That of the run.
+
+    Raises:
+        ConfigError: They are there already, or DeepSpeed runs.
+    """
+    if accelerator.device.type in ("cpu", "mps"):
+        raise ConfigError(
+            "activation_offloading=True moves activations from the memory of a GPU to that of the "
+            f"CPU, but on the device {accelerator.device.type!r} they are there already; leave it "
+            "out. gradient_checkpointing saves memory on every device"
+        )
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        raise ConfigError(
+            "activation_offloading=True does not go with DeepSpeed: ZeRO-3 replaces the data of "
+            "weights that autograd saves, and hooks of autograd would keep the old data. Leave it "
+            "out, or train with the launch config fsdp2 or ddp"
         )

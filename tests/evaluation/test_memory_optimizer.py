@@ -28,7 +28,6 @@ def case(folder, **changes):
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
         {"dtype": "bfloat16"},  # whose state is in float32
         {"train": "lora", "accumulate": 2, "batch": 2},
     ],

@@ -48,6 +48,7 @@ def use_of(folder, **changes):
 CASES = (
     {"sharding": "fsdp2"},
     {"sharding": "fsdp2", "length": 512},
+    {"sharding": "fsdp2", "length": 512, "activation_offloading": True},
     {"sharding": "fsdp2", "precision": "bf16"},
     {"sharding": "fsdp2", "train": "lora", "lora_rank": 4},
     {"sharding": "ddp"},

@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from attnzoo.evaluation.memory import build_model
 from attnzoo.evaluation.memory_case import MemoryCase
 from attnzoo.evaluation.timing import profile_allocations
+from attnzoo.runtime.activation_offload import offload_activations
 from attnzoo.training import (
     distil_memory,  # noqa: F401 - registers the loss "distil"
     sharding,
@@ -67,6 +69,16 @@ def make_loss(model, case):
     return lambda prepared, x: loss(prepared, {"input_ids": x, "labels": x})
 
 
+def offloading(model, case):
+    """Return a context in which activations are copied to memory that the profiler does not see."""
+    return offload_activations(
+        model,
+        torch.device("cpu"),
+        enabled=case.activation_offloading,
+        allocate=lambda x: torch.from_numpy(np.empty(x.nbytes, np.uint8)).view(x.dtype),
+    )
+
+
 def measure(case):
     """Return the bytes of a process: of weights, of gradients, and of forward + backward."""
     torch.manual_seed(0)
@@ -90,7 +102,7 @@ def measure(case):
             for number in range(1, case.accumulate + 1):
                 last = number == case.accumulate
                 with sharding.accumulate_gradients(accelerator, model, last=last):
-                    with accelerator.autocast():
+                    with accelerator.autocast(), offloading(model, case):
                         total = loss(model, tokens)
                     accelerator.backward(total)
 

@@ -17,11 +17,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import attnzoo
 from attnzoo.errors import ConfigError
 from attnzoo.hf.adapters.lora import with_adapters
-from attnzoo.training import activation_offload, settings
+from attnzoo.runtime import activation_offload
+from attnzoo.runtime.activation_offload import offload_activations
 from attnzoo.training import loop as training_loop
-from attnzoo.training.activation_offload import offload_activations, require_offloading
+from attnzoo.training import settings
 from attnzoo.training.finetune import FinetuneConfig, finetune
 from attnzoo.training.loop import LoopConfig, read_losses
+from attnzoo.training.settings import require_offloading
 
 CPU = torch.device("cpu")
 TOKENS = torch.arange(5, 45).view(2, 20)
@@ -34,8 +36,8 @@ def copies(monkeypatch):
     found.alive = lambda: sum(reference() is not None for reference in found.references)
 
     class Recorded(activation_offload._Copy):
-        def __init__(self, elements):
-            super().__init__(elements)
+        def __init__(self, elements, *options):
+            super().__init__(elements, *options)
             found.counts.append(elements.numel())
             found.addresses.add(elements.untyped_storage().data_ptr())
             found.references.append(weakref.ref(self))

@@ -8,50 +8,35 @@ checkpointing, autograd saves the inputs of layers.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from attnzoo.errors import ConfigError
-
 MIN_BYTES = 1 << 16  # a smaller tensor stays: starting two copies would take longer than they do
+PLAIN = (Tensor, FakeTensor)  # fake tensors stand for plain ones, whose memory is computed
 
 
-def require_offloading(accelerator: Accelerator) -> None:
-    """Raise an error if activations cannot be moved to CPU memory.
-
-    Args:
-        accelerator: That of the run.
-
-    Raises:
-        ConfigError: They are there already, or DeepSpeed runs.
-    """
-    if accelerator.device.type in ("cpu", "mps"):
-        raise ConfigError(
-            "activation_offloading=True moves activations from the memory of a GPU to that of the "
-            f"CPU, but on the device {accelerator.device.type!r} they are there already; leave it "
-            "out. gradient_checkpointing saves memory on every device"
-        )
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        raise ConfigError(
-            "activation_offloading=True does not go with DeepSpeed: ZeRO-3 replaces the data of "
-            "weights that autograd saves, and hooks of autograd would keep the old data. Leave it "
-            "out, or train with the launch config fsdp2 or ddp"
-        )
+def pinned_memory(x: Tensor) -> Tensor:
+    """Return memory of the CPU for the copy of a tensor."""
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=torch.accelerator.is_available())
 
 
 @contextmanager
 def offload_activations(
-    model: nn.Module, device: torch.device, *, min_bytes: int = MIN_BYTES, enabled: bool = True
+    model: nn.Module,
+    device: torch.device,
+    *,
+    min_bytes: int = MIN_BYTES,
+    enabled: bool = True,
+    allocate: Callable[[Tensor], Tensor] = pinned_memory,
 ) -> Iterator[None]:
     """Context of a forward pass whose activations are in CPU memory until the backward pass.
 
@@ -64,11 +49,12 @@ def offload_activations(
         device: Device of the activations.
         min_bytes: Size of the smallest tensor that is moved.
         enabled: Whether activations are moved.
+        allocate: Returns the memory of a copy.
     """
     if not enabled:
         yield
         return
-    offload = _Offload(model, device, min_bytes)
+    offload = _Offload(model, device, min_bytes, allocate)
     with ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, FSDPModule):  # it has whole weights while it runs
@@ -79,12 +65,18 @@ def offload_activations(
 
 
 class _Copy:
-    """A copy of consecutive elements in CPU memory."""
+    """A copy of consecutive elements in CPU memory.
 
-    def __init__(self, elements: Tensor) -> None:
+    Args:
+        elements: The elements.
+        allocate: Returns the memory.
+    """
+
+    def __init__(
+        self, elements: Tensor, allocate: Callable[[Tensor], Tensor] = pinned_memory
+    ) -> None:
         self.device = elements.device
-        pinned = torch.accelerator.is_available()
-        self.host = torch.empty(elements.shape, dtype=elements.dtype, pin_memory=pinned)
+        self.host = allocate(elements)
         self.host.copy_(elements, non_blocking=True)
         self._restored: weakref.ref[Tensor] | None = None
 
@@ -112,10 +104,17 @@ class _Offload:
         model: The model.
         device: Device of the activations.
         min_bytes: Size of the smallest tensor that is moved.
+        allocate: Returns the memory of a copy.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, min_bytes: int) -> None:
-        self.device, self.min_bytes = device, min_bytes
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        min_bytes: int,
+        allocate: Callable[[Tensor], Tensor] = pinned_memory,
+    ) -> None:
+        self.device, self.min_bytes, self.allocate = device, min_bytes, allocate
         self.copies: weakref.WeakValueDictionary[Any, _Copy] = weakref.WeakValueDictionary()
         # A weak reference keeps the address of a storage from being used again, but not its data
         self.storages: dict[int, StorageWeakRef] = {}
@@ -137,7 +136,7 @@ class _Offload:
     @torch.no_grad()
     def pack(self, x: Tensor) -> Tensor | _Saved:
         """Return what autograd keeps of a tensor."""
-        if type(x) is not Tensor or x.device.type != self.device.type:
+        if type(x) not in PLAIN or x.device.type != self.device.type:
             return x
         if x.layout is not torch.strided or x.is_complex() or x.is_neg():
             return x
@@ -152,7 +151,7 @@ class _Offload:
         ordered = once if dense else once.contiguous()
         copy = self.copies.get(key)
         if copy is None:
-            copy = _Copy(ordered.as_strided((once.numel(),), (1,)))
+            copy = _Copy(ordered.as_strided((once.numel(),), (1,)), self.allocate)
             self.copies[key] = copy
         strides = zip(repeats, ordered.stride(), strict=True)
         return _Saved(copy, x.shape, tuple(0 if again else stride for again, stride in strides))
