@@ -127,7 +127,8 @@ def deepspeed(session: nox.Session) -> None:
 
     Where it is installed, Accelerate imports it, which takes time and prints to every output.
     """
-    folder = _folder(session, "deepspeed", DEEPSPEED, env={"DS_BUILD_OPS": "0"})
+    wanted = (*DEEPSPEED, *BITSANDBYTES)
+    folder = _folder(session, "deepspeed", wanted, env={"DS_BUILD_OPS": "0"})
     env = {**ENV, "PYTHONPATH": str(folder)}
     given = session.posargs or ("-n", "0", "tests/training/test_launch.py", "-k", "deepspeed")
     session.run(".venv/bin/python", "-m", "pytest", *given, env=env, external=True)

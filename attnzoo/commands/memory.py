@@ -118,20 +118,21 @@ def memory(
     with show_status(problems if as_json else console) as show:
         given = (limit or None, timeout if measure else None, threads)
         rows = [_row(case, *given, show) for case in cases]
-    if as_json:
-        print(json.dumps(rows, indent=2))
-        return
-    _print_rows(rows, cases[0], fit)
+    _print_rows(rows, cases[0], fit, as_json)
 
 
-def _print_rows(rows: list[dict[str, Any]], case: Any, fit: str | None) -> None:
-    """Print the tables of the rows, and the reasons of refusals.
+def _print_rows(rows: list[dict[str, Any]], case: Any, fit: str | None, as_json: bool) -> None:
+    """Print the rows as JSON, or their tables and the reasons of refusals.
 
     Args:
         rows: As of :func:`_row`.
         case: One of the cases, which differ in the attention.
         fit: The memory of ``--fit``.
+        as_json: Whether to print JSON.
     """
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
     from attnzoo.evaluation.memory_tables import fit_table, memory_table
     from attnzoo.report.format import format_length
 

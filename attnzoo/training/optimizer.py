@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import nn
 from transformers import SchedulerType
 from transformers.optimization import get_scheduler
@@ -25,7 +26,8 @@ from attnzoo.training.sharding import SHARDED
 from attnzoo.training.transfer import extras
 
 PAGED = ("paged_adamw_32bit", "paged_adamw_8bit")  # between the memory of GPU and CPU
-BITSANDBYTES = ("adamw_8bit", "adamw_bnb_8bit", *PAGED)  # the first two are the same
+EIGHT_BITS = ("adamw_8bit", "adamw_bnb_8bit")  # these two are the same
+BITSANDBYTES = (*EIGHT_BITS, *PAGED)
 OPTIMIZERS = ("adamw_torch", *BITSANDBYTES, "adafactor", "muon")
 BETAS = (0.9, 0.95)
 ADAPTIVE = ("reduce_lr_on_plateau", "greedy")  # need the held-out loss during training
@@ -115,15 +117,12 @@ def require_optimizer(name: str, accelerator: Accelerator) -> None:
         accelerator: That of the run.
 
     Raises:
-        ConfigError: It updates whole tensors, but weights are sharded; or its state is paged
-            between GPU and CPU, but there is no such GPU.
+        ConfigError: It does not run on shards of weights; or its state is paged between GPU and
+            CPU, but there is no such GPU.
         UnsupportedError: bitsandbytes is not installed, or too old for transformers.
     """
-    if name != "adamw_torch" and accelerator.distributed_type in SHARDED:
-        raise ConfigError(
-            f"optim={name!r} updates whole tensors, but FSDP or DeepSpeed shards them; use "
-            "'adamw_torch', whose state is sharded too, or train without sharding"
-        )
+    if accelerator.distributed_type in SHARDED:
+        _require_sharded(name, accelerator.distributed_type)
     if name in BITSANDBYTES:
         instead = "'adafactor' saves memory without it, and 'adamw_torch' needs no other package"
         require_bitsandbytes(f"optim={name!r} needs", instead)
@@ -137,6 +136,28 @@ def require_optimizer(name: str, accelerator: Accelerator) -> None:
             f"optim={name!r} moves its state between the memory of the GPU and the CPU, but this "
             f"run is on the device {accelerator.device.type!r}; use 'adamw_8bit', or 'adamw_torch'"
         )
+
+
+def _require_sharded(name: str, kind: DistributedType) -> None:
+    """Raise an error if an optimiser does not run on shards of weights."""
+    deepspeed = kind == DistributedType.DEEPSPEED
+    if name == "adamw_torch" or (deepspeed and name in EIGHT_BITS):
+        return
+    advice = "use 'adamw_torch', whose state is sharded too, or train without sharding"
+    if name in PAGED and deepspeed:
+        raise ConfigError(
+            f"optim={name!r} moves its state between GPU and CPU, which is not tested "
+            "with DeepSpeed's flat partitions; use 'adamw_8bit', which is, or 'adamw_torch'"
+        )
+    if name in BITSANDBYTES:
+        raise ConfigError(
+            f"optim={name!r} does not run on weights that FSDP2 shards: the operators of "
+            "bitsandbytes take no DTensor ('got mixed torch.Tensor and DTensor'). Train with the "
+            f"launch config deepspeed_zero2 or deepspeed_zero3 and 'adamw_8bit'; or {advice}"
+        )
+    raise ConfigError(
+        f"optim={name!r} updates whole tensors, but FSDP or DeepSpeed shards them; {advice}"
+    )
 
 
 def make_optimizer(

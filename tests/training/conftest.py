@@ -125,3 +125,14 @@ def interrupt():
             train(*args, **options, on_step=on_step)
 
     return call
+
+
+@pytest.fixture(scope="module")
+def wide(saved, tmp_path_factory):
+    """The folder of a model with tensors above and below 4,096 weights, and an embedding above."""
+    torch.manual_seed(0)
+    config = hf.AutoConfig.from_pretrained(saved)
+    config.hidden_size, config.intermediate_size, config.head_dim = 64, 96, 16
+    hf.LlamaForCausalLM(config).save_pretrained(path := tmp_path_factory.mktemp("wide"))
+    hf.AutoTokenizer.from_pretrained(saved).save_pretrained(path)
+    return path

@@ -26,7 +26,7 @@ from attnzoo.training.recover import RecoverConfig, recover
 from attnzoo.training.sharding import make_accelerator, set_up_deepspeed
 from tests.training.engines import LAUNCH
 from tests.training.short_runs import HELD_OUT_ROWS
-from tests.training.two_processes import DEEP, SPEC, deep_run, searched, ten_steps
+from tests.training.two_processes import DEEP, SPEC, deep_run, in_8_bits, searched, ten_steps
 
 RESIZED = attnzoo.AttentionSpec("gated_linear", feature_map="hedgehog", window=4)
 SIZES = RecoverConfig(
@@ -155,6 +155,23 @@ def test_deepspeed_takes_the_steps_of_one_process(launched_deepspeed, one_proces
     assert again == whole
     model = hf.AutoModelForCausalLM.from_pretrained(launched_deepspeed / f"{name}-again")
     assert model.config.attnzoo == SPEC.to_dict(defaults=True)
+
+
+@needs_deepspeed
+@pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None,
+    reason="needs bitsandbytes too, which `nox --session deepspeed` installs",
+)
+@pytest.mark.slow
+def test_deepspeed_takes_the_steps_of_an_optimizer_in_8_bits(run, wide, text, tmp_path):
+    """Scales of the state are those of other blocks of weights, so that losses are close."""
+    run("eight_bits", wide, text, tmp_path)
+    recover(wide, SPEC, [text], tmp_path / "one", in_8_bits())
+    expected = [x["loss"] for x in read_losses(tmp_path / "one")]
+    for name in ("deepspeed_zero2", "deepspeed_zero3"):
+        found = read_losses(tmp_path / name)
+        assert [x["loss"] for x in found] == pytest.approx(expected, rel=1e-3), name
+        assert read_losses(tmp_path / f"{name}-again") == found, name
 
 
 def test_a_launch_config_that_accumulates_too_is_refused(tmp_path, monkeypatch):

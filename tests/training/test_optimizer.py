@@ -20,6 +20,8 @@ from attnzoo.training.finetune import FinetuneConfig, finetune
 from attnzoo.training.loop import LoopConfig, read_losses
 from attnzoo.training.optimizer import (
     BITSANDBYTES,
+    EIGHT_BITS,
+    PAGED,
     MuonWithAdamW,
     make_optimizer,
     require_optimizer,
@@ -30,7 +32,7 @@ needs_bitsandbytes = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None,
     reason="needs bitsandbytes, which `nox --session bitsandbytes` installs",
 )
-EIGHT_BITS = pytest.param("adamw_8bit", marks=needs_bitsandbytes)
+ADAMW_8BIT = pytest.param("adamw_8bit", marks=needs_bitsandbytes)
 
 
 def groups_of(model, use_muon):
@@ -97,18 +99,7 @@ def run_config(optim, **changes):
     )
 
 
-@pytest.fixture(scope="module")
-def wide(saved, tmp_path_factory):
-    """The folder of a model with tensors above and below 4,096 weights, and an embedding above."""
-    torch.manual_seed(0)
-    config = hf.AutoConfig.from_pretrained(saved)
-    config.hidden_size, config.intermediate_size, config.head_dim = 64, 96, 16
-    hf.LlamaForCausalLM(config).save_pretrained(path := tmp_path_factory.mktemp("wide"))
-    hf.AutoTokenizer.from_pretrained(saved).save_pretrained(path)
-    return path
-
-
-@pytest.mark.parametrize("optim", ["muon", "adafactor", EIGHT_BITS])
+@pytest.mark.parametrize("optim", ["muon", "adafactor", ADAMW_8BIT])
 def test_a_resumed_run_has_the_same_losses(wide, text, spec, tmp_path, interrupt, optim):
     config = run_config(optim)
     finetune(wide, spec, [text], tmp_path / "whole", config)
@@ -252,11 +243,20 @@ def test_optimizers_that_do_not_run_here_are_refused(monkeypatch):
         require_optimizer(optim, on("cuda"))
         with pytest.raises(ConfigError, match=rf"'{optim}' moves its state.*use 'adamw_8bit'"):
             require_optimizer(optim, on("cpu"))
-    for kind in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+    fsdp, deepspeed = DistributedType.FSDP, DistributedType.DEEPSPEED
+    for kind in (fsdp, deepspeed):
         require_optimizer("adamw_torch", on("cuda", kind))
-        for optim in ("muon", "adafactor", *BITSANDBYTES):
+        for optim in ("muon", "adafactor"):
             with pytest.raises(ConfigError, match=f"optim='{optim}' updates whole tensors"):
                 require_optimizer(optim, on("cuda", kind))
+    for optim in BITSANDBYTES:
+        with pytest.raises(ConfigError, match=r"'got mixed torch\.Tensor and DTensor'"):
+            require_optimizer(optim, on("cuda", fsdp))
+    for optim in EIGHT_BITS:
+        require_optimizer(optim, on("cuda", deepspeed))
+    for optim in PAGED:
+        with pytest.raises(ConfigError, match="not tested with DeepSpeed's flat partitions"):
+            require_optimizer(optim, on("cuda", deepspeed))
     monkeypatch.setattr(optimizers, "is_bitsandbytes_available", lambda: False)
     with pytest.raises(UnsupportedError, match="needs a newer bitsandbytes"):
         require_optimizer("adamw_8bit", on("cpu"))

@@ -169,6 +169,30 @@ def deepspeed(model, text, out):
         stopped(name, model, text, out / f"{name}-again", steps, train=kind)
 
 
+def in_8_bits():
+    """Return a run whose optimizer has its state in 8 bits."""
+    loop = LoopConfig(batch_size=4, checkpoint_every=2, optim="adamw_8bit")
+    return config(transfer_steps=0, distil_steps=6, weights_lr=3e-3, loop=loop)
+
+
+def eight_bits(model, text, out):
+    """Train with DeepSpeed and a state in 8 bits, and again with a stop after a checkpoint."""
+
+    def require_8_bits(stage, step, loss):
+        states = prepared[-1][1].optimizer.optimizer.state.values()
+        dtypes = {state["state1"].dtype for state in states}
+        assert dtypes == {torch.uint8, torch.float32}  # that of embeddings
+
+    for name in ("deepspeed_zero2", "deepspeed_zero3"):
+        given = model, SPEC, [text]
+        with engine(name) as prepared:
+            recover(*given, out / name, in_8_bits(), on_step=require_8_bits)
+        with engine(name):
+            with suppress(Stopped):
+                recover(*given, out / f"{name}-again", in_8_bits(), on_step=stop_at(5))
+            recover(*given, out / f"{name}-again", in_8_bits(), resume=True)
+
+
 def sharded(model, text, out):
     """Train with sharded weights; repeat each run with stops after a checkpoint.
 
@@ -267,7 +291,7 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     shorten_runs(setattr)
     checks = (sharded, shared, idle, draws, engines, deepspeed, unshared, resize, rates)
-    checks += (deep, deep_zero3)
+    checks += (deep, deep_zero3, eight_bits)
     for check in checks:
         if check.__name__ in names.split(","):
             check(*map(Path, paths))
