@@ -32,6 +32,7 @@ ENGINES = (  # small ones: CTranslate2, llama.cpp, and llama.cpp's converter
     "sentencepiece==0.2.3",
 )
 DEEPSPEED = ("deepspeed==0.19.8", "hjson==3.1.0", "msgpack==1.2.4", "py-cpuinfo==9.0.0")
+TESTS_OF_DEEPSPEED = ("tests/training/test_launch.py", "tests/evaluation/test_memory_zero.py")
 BITSANDBYTES = ("bitsandbytes==0.50.2",)
 TESTS_OF_BITSANDBYTES = (
     "tests/training/test_four_bits.py",
@@ -130,7 +131,7 @@ def deepspeed(session: nox.Session) -> None:
     wanted = (*DEEPSPEED, *BITSANDBYTES)
     folder = _folder(session, "deepspeed", wanted, env={"DS_BUILD_OPS": "0"})
     env = {**ENV, "PYTHONPATH": str(folder)}
-    given = session.posargs or ("-n", "0", "tests/training/test_launch.py", "-k", "deepspeed")
+    given = session.posargs or ("-n", "0", *TESTS_OF_DEEPSPEED, "-k", "deepspeed")
     session.run(".venv/bin/python", "-m", "pytest", *given, env=env, external=True)
 
 

@@ -36,7 +36,7 @@ TeacherDtype = Annotated[
 Precision = Annotated[str, typer.Option(help="autocast: no or bf16")]
 Gpus = Annotated[int, typer.Option(help="GPUs that share --batch rows; the memory is that of one")]
 Sharding = Annotated[
-    str, typer.Option(help="fsdp2 (weights, gradients, optimizer) or ddp (nothing)")
+    str, typer.Option(help="fsdp2 or zero3 (all), zero2 (not weights) or ddp (nothing)")
 ]
 Accumulate = Annotated[int, typer.Option(help="micro-batches of --batch (gradient accumulation)")]
 LoadIn4bit = Annotated[

@@ -38,6 +38,7 @@ from attnzoo.evaluation.memory_optimizer import (
     trained_parameters,
 )
 from attnzoo.evaluation.memory_sharding import AccumulatedGradients, GatheredUnits
+from attnzoo.evaluation.memory_zero import ZeroBuffers, zero_buffers, zero_partitions
 from attnzoo.evaluation.models import max_positions
 from attnzoo.hf.adapters.lora import with_adapters
 from attnzoo.hf.layers import attention_layers
@@ -247,7 +248,7 @@ def _memory_use(
     model.train()
     loss = _training_loss(model, tokens, case, meter)
     once = _backward(model, loss.forward, meter, case)
-    freed = case.shards or case.accumulate > 1
+    freed = case.shards or case.zero or case.accumulate > 1
     gradients = tensor_bytes(trained if freed else (x.grad for x in trained))
     state, update = optimizer(model, case, meter)
     again = None
@@ -282,7 +283,8 @@ def _training_loss(
     """Return the loss of a case, under its autocast and its offloading of activations."""
     make = LOSSES.get(case.loss)
     loss = make(model, tokens, case) if make else TrainingLoss(_forward(model, tokens))
-    forward = partial(_autocast, loss.forward, case.precision)
+    autocast = case.precision == "bf16" and not case.zero  # which casts the weights
+    forward = partial(_autocast, loss.forward, autocast)
     if case.activation_offloading and isinstance(meter, AllocationTracker):
         forward = partial(_offloading, forward, model, meter)
     return loss._replace(forward=forward)
@@ -307,6 +309,17 @@ def of_one_gpu(
         if use.step is not None:
             use = replace(use, step=use.step + buffer)
         use, peaks = _with_more(use, peaks, buffer)
+    if case.zero:
+        held = zero_partitions(model, case)
+        use = replace(
+            use,
+            parameters=held.parameters,
+            gradients=held.gradients + held.bucket,
+            optimizer=held.optimizer,
+            update=held.update,
+            whole=case.widening * use.parameters,
+        )
+        return _with_more(use, peaks, held.gradients + held.bucket if case.zero == 3 else 0)
     if not case.shards:
         buckets = use.gradients if case.gpus > 1 else 0  # DDP's copy, for communication
         use = replace(use, gradients=use.gradients + buckets)
@@ -355,9 +368,9 @@ def _forward(model: PreTrainedModel, tokens: Tensor) -> Callable[[], Tensor]:
     return run
 
 
-def _autocast(forward: Callable[[], Tensor], precision: str) -> Tensor:
-    """Run a forward pass under the autocast of a precision."""
-    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+def _autocast(forward: Callable[[], Tensor], enabled: bool) -> Tensor:
+    """Run a forward pass, under autocast if it is enabled."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
         return forward()
 
 
@@ -371,6 +384,17 @@ def _offloading(
 
     with offload_activations(model, torch.device("cpu"), allocate=allocate):
         return forward()
+
+
+def _buffers(
+    model: nn.Module, case: MemoryCase
+) -> GatheredUnits | ZeroBuffers | AccumulatedGradients | None:
+    """Return what allocates the buffers of several processes and micro-batches."""
+    if case.zero:
+        return zero_buffers(model, case)
+    if case.shards:
+        return GatheredUnits(model, gpus=case.gpus, wide=case.widening, accumulate=case.accumulate)
+    return AccumulatedGradients(model) if case.accumulate > 1 else None
 
 
 def _backward(
@@ -392,13 +416,9 @@ def _backward(
         return meter(accumulate, reset)._replace(kept=saved)
     kept: list[int] = []
     elsewhere: list[int] = []
-    buffers: GatheredUnits | AccumulatedGradients | None = None
-    if case.shards:
-        buffers = GatheredUnits(
-            model, gpus=case.gpus, wide=case.widening, accumulate=case.accumulate
-        )
-    elif case.accumulate > 1:
-        buffers = AccumulatedGradients(model)
+    buffers = _buffers(model, case)
+    if isinstance(buffers, ZeroBuffers):
+        buffers.prepare(lambda: forward().backward())
 
     def run() -> None:
         if buffers is not None:

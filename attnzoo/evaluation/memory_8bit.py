@@ -36,6 +36,16 @@ def state_bytes(model: nn.Module, trained: Iterable[Tensor]) -> int:
         if count < LEAST or id(parameter) in wide:
             total += 2 * 4 * count
         else:
-            total += 2 * (count + 4 * -(-count // BLOCK))
+            total += _quantized(count)
             quantized = True
     return total + MAPS * quantized
+
+
+def flat_state_bytes(count: int) -> int:
+    """Return the bytes of the state of one tensor with so many weights."""
+    return 2 * 4 * count if count < LEAST else _quantized(count) + MAPS
+
+
+def _quantized(count: int) -> int:
+    """Return the bytes of two moments in 8 bits, with their scales."""
+    return 2 * (count + 4 * -(-count // BLOCK))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ class TrainingLoss(NamedTuple):
 OPTIMIZERS = ("adamw", "adamw_8bit", "adafactor", "sgd")
 TRAINED = ("full", "lora", "extras")
 TEACHERS = ("shared", "copy", "offloaded")
-SHARDINGS = ("fsdp2", "ddp")
+SHARDINGS = ("fsdp2", "ddp", "zero2", "zero3")
 PRECISIONS = ("no", "bf16")
 LOSSES: dict[str, Callable[..., TrainingLoss]] = {}  # by name, beside "lm"
 NF4 = "nf4"  # as teacher_dtype: linear layers in 4 bits
@@ -49,6 +49,31 @@ def register_loss(
         make: Returns the loss of a model in training mode, tokens ``[B, T]`` and the case.
     """
     LOSSES[name] = make
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroSizes:
+    """Sizes of DeepSpeed's ``zero_optimization`` in elements; those of the launch configs.
+
+    Attributes:
+        reduce_bucket: ``reduce_bucket_size``.
+        prefetch_bucket: ``stage3_prefetch_bucket_size``.
+        persistence_threshold: ``stage3_param_persistence_threshold``.
+        max_live: ``stage3_max_live_parameters``.
+        max_reuse_distance: ``stage3_max_reuse_distance``.
+    """
+
+    reduce_bucket: int = 500_000_000
+    prefetch_bucket: int = 50_000_000
+    persistence_threshold: int = 100_000
+    max_live: int = 1_000_000_000
+    max_reuse_distance: int = 1_000_000_000
+
+    def __post_init__(self) -> None:
+        for name, size in asdict(self).items():
+            least = 1 if name == "reduce_bucket" else 0
+            if size < least:
+                raise ConfigError(f"{name} must be at least {least}, got {size}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,12 +101,14 @@ class MemoryCase:
             with linear layers in 4 bits.
         gpus: Processes, each with a GPU, that have ``batch`` rows together; the memory is that of
             one of them.
-        sharding: What several processes shard: ``"fsdp2"``, weights, gradients and optimizer, or
-            ``"ddp"``, nothing.
+        sharding: What several processes shard: ``"fsdp2"``, weights, gradients and optimizer,
+            ``"ddp"``, nothing, ``"zero2"`` of DeepSpeed, gradients and optimizer, or ``"zero3"``,
+            weights too.
         accumulate: Micro-batches of ``batch``: the rows of one are in memory at a time.
         load_in_4bit: Whether frozen linear layers have weights of 4 bits (QLoRA).
         activation_offloading: Whether activations are in the memory of the CPU from the forward to
             the backward pass, as in ``LoopConfig``.
+        zero_sizes: Sizes of the buffers of DeepSpeed.
     """
 
     path: str
@@ -101,16 +128,12 @@ class MemoryCase:
     accumulate: int = 1
     load_in_4bit: bool = False
     activation_offloading: bool = False
+    zero_sizes: ZeroSizes = ZeroSizes()
 
     def __post_init__(self) -> None:
         for name in ("length", "batch", "lora_rank", "gpus", "accumulate"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.sharding in ("zero2", "zero3", "deepspeed_zero2", "deepspeed_zero3"):
-            raise ConfigError(
-                f"sharding={self.sharding!r} is not computed: DeepSpeed's buffers have the sizes "
-                "of its config instead of the model's; 'fsdp2' shards what ZeRO-3 does"
-            )
         choices = {
             "optimizer": OPTIMIZERS,
             "train": TRAINED,
@@ -163,10 +186,16 @@ class MemoryCase:
             raise ConfigError(
                 "load_in_4bit is for frozen weights, but train='full' trains them; use 'lora'"
             )
-        if self.optimizer in ("adamw_8bit", "adafactor") and self.shards:
+        whole = ("adafactor",) if self.zero else ("adafactor", "adamw_8bit")
+        if self.optimizer in whole and (self.shards or self.zero):
             raise ConfigError(
-                f"optimizer={self.optimizer!r} updates whole tensors, but sharding='fsdp2' shards "
-                "them; give sharding='ddp' or optimizer='adamw'"
+                f"optimizer={self.optimizer!r} updates whole tensors, but sharding="
+                f"{self.sharding!r} shards them; give sharding='ddp' or optimizer='adamw'"
+            )
+        if self.activation_offloading and self.zero:
+            raise ConfigError(
+                "activation_offloading does not go with DeepSpeed, which replaces the data of "
+                "weights that autograd saves; leave it out, or give sharding='fsdp2' or 'ddp'"
             )
         if self.load_in_4bit and self.gpus > 1:
             raise ConfigError("load_in_4bit is computed for one GPU; leave gpus out")
@@ -175,6 +204,11 @@ class MemoryCase:
     def shards(self) -> bool:
         """Whether weights are sharded."""
         return self.gpus > 1 and self.sharding == "fsdp2"
+
+    @property
+    def zero(self) -> int:
+        """The stage of DeepSpeed's ZeRO; 0 without."""
+        return int(self.sharding[-1]) if self.gpus > 1 and self.sharding[:4] == "zero" else 0
 
     @property
     def copies_teacher(self) -> bool:
@@ -188,8 +222,8 @@ class MemoryCase:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Data type of the weights that run: FSDP2 gathers them in that of ``precision``."""
-        name = "bfloat16" if self.shards and self.precision == "bf16" else self.dtype
+        """Data type of the weights that run: FSDP2 and DeepSpeed have that of ``precision``."""
+        name = "bfloat16" if (self.shards or self.zero) and self.precision == "bf16" else self.dtype
         dtype: torch.dtype = getattr(torch, name)
         return dtype
 

@@ -151,8 +151,8 @@ def estimate_memory(
         train: ``"full"``, ``"extras"`` for the parameters that the backends add, or ``"lora"`` for
             adapters on all linear layers and extras.
         gpus: GPUs that have ``batch`` rows together; the result is that of one of them.
-        sharding: What they shard: ``"fsdp2"``, weights, gradients and optimizer, or ``"ddp"``,
-            nothing.
+        sharding: What they shard: ``"fsdp2"`` or ``"zero3"`` of DeepSpeed, weights, gradients and
+            optimizer, ``"zero2"``, gradients and optimizer, or ``"ddp"``, nothing.
 
     Raises:
         AttnzooError: An argument is invalid, or a backend does not support the model.

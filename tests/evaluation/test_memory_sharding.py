@@ -139,8 +139,7 @@ def test_frozen_linear_layers_in_4_bits(folder):
         ({"load_in_4bit": True}, "train='full' trains them"),
         ({"load_in_4bit": True, "train": "lora", "gpus": 2}, "is computed for one GPU"),
         ({"optimizer": "adamw_8bit", "gpus": 2}, "updates whole tensors, but sharding='fsdp2'"),
-        ({"sharding": "fsdp"}, "sharding must be one of fsdp2, ddp, got 'fsdp'"),
-        ({"sharding": "zero3"}, "DeepSpeed's buffers"),
+        ({"sharding": "fsdp"}, "sharding must be one of fsdp2, ddp, zero2, zero3, got 'fsdp'"),
         ({"precision": "fp16"}, "precision must be one of no, bf16"),
     ],
 )

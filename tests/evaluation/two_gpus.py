@@ -3,9 +3,14 @@
 torchrun --nproc-per-node 2 two_gpus.py CASE.json OUT.json
 """
 
+import importlib
 import json
 import sys
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import torch
@@ -13,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from attnzoo.evaluation.memory import build_model
-from attnzoo.evaluation.memory_case import MemoryCase
+from attnzoo.evaluation.memory_case import MemoryCase, ZeroSizes
 from attnzoo.evaluation.timing import profile_allocations
 from attnzoo.runtime.activation_offload import offload_activations
 from attnzoo.training import (
@@ -21,7 +26,16 @@ from attnzoo.training import (
     sharding,
 )
 from attnzoo.training.distil import distil_loss, softmax_teacher
+from attnzoo.training.optimizer import make_optimizer
 from tests.training.engines import engine, require_engine
+
+NAMES = {  # of sizes in DeepSpeed's config
+    "reduce_bucket": "reduce_bucket_size",
+    "prefetch_bucket": "stage3_prefetch_bucket_size",
+    "persistence_threshold": "stage3_param_persistence_threshold",
+    "max_live": "stage3_max_live_parameters",
+    "max_reuse_distance": "stage3_max_reuse_distance",
+}
 
 
 class AllGather:
@@ -43,17 +57,20 @@ class AllGather:
     def sent(self, part):
         return self.buffer[: part.nbytes].view(part.dtype).copy_(part)
 
-    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+    def __call__(self, output_tensor, input_tensor, group=None, async_op=False):
+        group = group or dist.group.WORLD
         for rank, part in enumerate(output_tensor.chunk(group.size())):
             sent = self.sent(input_tensor if rank == group.rank() else part)
             dist.broadcast(sent, rank, group=group)
             part.copy_(sent)
+        return SimpleNamespace(wait=lambda: None)
 
 
 class ReduceScatter(AllGather):
     """The same for reduce-scatter."""
 
-    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+    def __call__(self, output_tensor, input_tensor, group=None, op=None, async_op=False):
+        group = group or dist.group.WORLD
         for rank, part in enumerate(input_tensor.chunk(group.size())):
             dist.reduce(sent := self.sent(part), rank, op=dist.ReduceOp.SUM, group=group)
             if rank == group.rank():
@@ -121,9 +138,83 @@ def measure(case):
         return {**sizes, "backward": peak}
 
 
+@contextmanager
+def static_buffers(buffer):
+    """Context in which DeepSpeed's broadcasts and reductions send parts of a buffer that stays."""
+    backend = importlib.import_module("deepspeed.comm.torch").TorchBackend
+
+    def through_buffer(run):
+        def call(self, tensor, *args, **options):
+            sent = buffer[: tensor.nbytes].view(tensor.dtype).copy_(tensor.detach().view(-1))
+            handle = run(self, sent, *args, **options)
+            if handle is not None:
+                handle.wait()
+            tensor.detach().copy_(sent.view_as(tensor))
+            return SimpleNamespace(wait=lambda: None)
+
+        return call
+
+    with (
+        mock.patch.object(backend, "broadcast", through_buffer(backend.broadcast)),
+        mock.patch.object(backend, "all_reduce", through_buffer(backend.all_reduce)),
+    ):
+        yield
+
+
+def measure_zero(case):
+    """Return the bytes of a process under DeepSpeed: between steps, and of a step beyond these."""
+    torch.manual_seed(0)
+    name, kept = f"deepspeed_{case.sharding}", []
+    precision = "bf16" if case.precision == "bf16" else "no"
+    buffer = torch.empty(1 << 24, dtype=torch.uint8)
+    tokens = torch.randint(100, (case.rows, case.length))
+    with engine(name, ACCELERATE_MIXED_PRECISION=precision), static_buffers(buffer):
+        accelerator = sharding.make_accelerator(0, tracker=None, logs=Path(), clip=1.0)
+        config = accelerator.state.deepspeed_plugin.deepspeed_config
+        config["train_micro_batch_size_per_gpu"] = case.rows
+        config["zero_optimization"] |= {
+            NAMES[x]: size for x, size in asdict(case.zero_sizes).items()
+        }
+
+        def build():
+            model = build_model(case)
+            trained = [x for x in model.parameters() if x.requires_grad]
+            optim = "adamw_torch" if case.optimizer == "adamw" else case.optimizer
+            groups = [{"params": trained, "lr": 1e-5}]
+            optimizer = make_optimizer(optim, model, groups, weight_decay=0.0)
+            loss = make_loss(model, case)
+            kept.extend((*accelerator.prepare(model, optimizer), loss))
+            backend = importlib.import_module("deepspeed.comm.comm").cdb
+            backend.all_gather_function = AllGather(buffer)
+            backend.reduce_scatter_function = ReduceScatter(buffer)
+            for _ in range(3):  # DeepSpeed learns the order of modules
+                step()
+
+        def step():
+            model, optimizer, loss = kept
+            for number in range(1, case.accumulate + 1):
+                last = number == case.accumulate
+                with sharding.accumulate_gradients(accelerator, model, last=last):
+                    accelerator.backward(loss(model, tokens))
+            optimizer.step()
+            optimizer.zero_grad()
+
+        _, between = profile_allocations(build)
+        require_engine(name, accelerator, kept[0], 3)
+        peak, _ = profile_allocations(step)
+    return {"between": between, "step": peak}
+
+
+def read_case(options):
+    """Return a case from plain data."""
+    return MemoryCase(**{**options, "zero_sizes": ZeroSizes(**options.get("zero_sizes", {}))})
+
+
 if __name__ == "__main__":
     cases, out = map(Path, sys.argv[1:])
     dist.init_process_group("gloo")
-    found = [measure(MemoryCase(**options)) for options in json.loads(cases.read_text())]
+    found = []
+    for case in map(read_case, json.loads(cases.read_text())):
+        found.append(measure_zero(case) if case.zero else measure(case))
     if dist.get_rank() == 0:
         out.write_text(json.dumps(found))
