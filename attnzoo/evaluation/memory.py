@@ -317,7 +317,8 @@ def of_one_gpu(
             gradients=held.gradients + held.bucket,
             optimizer=held.optimizer,
             update=held.update,
-            whole=case.widening * use.parameters,
+            # ZeRO-3's processes have parts of the weights between stages too
+            whole=case.widening * use.parameters if case.zero == 2 else 0,
         )
         return _with_more(use, peaks, held.gradients + held.bucket if case.zero == 3 else 0)
     if not case.shards:
