@@ -37,7 +37,7 @@ from attnzoo.evaluation.memory_optimizer import (
     tensor_bytes,
     trained_parameters,
 )
-from attnzoo.evaluation.memory_sharding import AccumulatedGradients, GatheredUnits
+from attnzoo.evaluation.memory_sharding import AccumulatedGradients, GatheredUnits, gather_parts
 from attnzoo.evaluation.memory_zero import ZeroBuffers, zero_buffers, zero_partitions
 from attnzoo.evaluation.models import max_positions
 from attnzoo.hf.adapters.lora import with_adapters
@@ -69,8 +69,8 @@ class MemoryUse:
         offloaded: Copies of activations in the memory of the CPU, after the forward pass.
         offloaded_checkpointed: The same under gradient checkpointing.
         teacher: Weights of a model that teaches beside the one that is trained.
-        whole: Whole weights, which the main process of sharded training holds, with the teacher,
-            before they are sharded and after training; 0 if ``parameters`` are whole.
+        whole: Whole weights, which each process holds with the teacher before and after a stage;
+            0 if ``parameters`` are whole, or parts of weights at any time.
     """
 
     parameters: int
@@ -238,7 +238,10 @@ def _memory_use(
     tokens = torch.randint(vocabulary, (case.rows, case.length))
     parameters = tensor_bytes([*model.parameters(), *model.buffers()])
     limit = max_positions(Path(case.path))
+    handles = gather_parts(model, case.widening) if case.keeps_parts else []
     prompt, cache, step = _inference(model.eval(), tokens, meter, limit)
+    for handle in handles:
+        handle.remove()
     trained = trained_parameters(model)
     if not trained:
         raise UnsupportedError(
@@ -309,6 +312,8 @@ def of_one_gpu(
         if use.step is not None:
             use = replace(use, step=use.step + buffer)
         use, peaks = _with_more(use, peaks, buffer)
+    if case.keeps_parts and case.teacher_dtype != NF4:  # a copy in 4 bits is whole
+        use = replace(use, teacher=-(-use.teacher // case.gpus))
     if case.zero:
         held = zero_partitions(model, case)
         use = replace(
@@ -317,7 +322,6 @@ def of_one_gpu(
             gradients=held.gradients + held.bucket,
             optimizer=held.optimizer,
             update=held.update,
-            # ZeRO-3's processes have parts of the weights between stages too
             whole=case.widening * use.parameters if case.zero == 2 else 0,
         )
         return _with_more(use, peaks, held.gradients + held.bucket if case.zero == 3 else 0)
@@ -335,7 +339,6 @@ def of_one_gpu(
         gradients=part(use.gradients),
         optimizer=part(use.optimizer),
         update=part(use.update),
-        whole=case.widening * use.parameters,
     )
     return use, peaks
 

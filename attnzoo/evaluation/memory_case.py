@@ -211,6 +211,11 @@ class MemoryCase:
         return int(self.sharding[-1]) if self.gpus > 1 and self.sharding[:4] == "zero" else 0
 
     @property
+    def keeps_parts(self) -> bool:
+        """Whether processes have parts of the weights between steps, and of those of a copy."""
+        return self.shards or self.zero == 3
+
+    @property
     def copies_teacher(self) -> bool:
         """Whether the teacher has weights of its own."""
         return self.train == "full" if self.teacher is None else self.teacher != "shared"

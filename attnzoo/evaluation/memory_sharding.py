@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
-from attnzoo.hf.layers import attention_layers
+from attnzoo.hf.layers import attention_layers, running_units
 from attnzoo.hf.seam import base_model_name
 
 
@@ -211,6 +212,38 @@ class GatheredUnits:
         part = self._narrow(_size(reached))
         self.shards.append(_empty(self.wide * _size(reached) // self.gpus))
         del part
+
+
+def gather_parts(model: nn.Module, wide: int = 1) -> list[RemovableHandle]:
+    """Register hooks that allocate the weights of each layer while it runs without gradients.
+
+    Between stages of a run, and in a teacher that is a copy, processes have parts of them.
+
+    Args:
+        model: The whole model.
+        wide: Bytes of a gathered weight over those of one of the model.
+
+    Returns:
+        The handles of the hooks.
+    """
+    gathered: dict[nn.Module, Tensor] = {}
+    handles = []
+
+    def before(size: int) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            gathered[module] = _empty(wide * size)
+
+        return hook
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        del gathered[module]
+
+    for module, owners in running_units(model):
+        found = {id(x): x for owner in owners for x in owner.parameters(recurse=False)}
+        if found:
+            handles.append(module.register_forward_pre_hook(before(_size(list(found.values())))))
+            handles.append(module.register_forward_hook(after))
+    return handles
 
 
 class AccumulatedGradients:

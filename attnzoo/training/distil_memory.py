@@ -14,6 +14,7 @@ from attnzoo.errors import UnsupportedError
 from attnzoo.evaluation.memory import measured as measured_case
 from attnzoo.evaluation.memory_4bit import in_4_bits, quantizable_layers
 from attnzoo.evaluation.memory_case import NF4, MemoryCase, TrainingLoss, register_loss
+from attnzoo.evaluation.memory_sharding import gather_parts
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.logits import keeps_logits, tokens_per_chunk
 from attnzoo.training.distil import distil_loss, predictions, softmax_teacher
@@ -45,8 +46,11 @@ def distillation(model: PreTrainedModel, tokens: Tensor, case: MemoryCase) -> Tr
     if in_4:
         saved, _ = in_4_bits(frozen, dtype.itemsize)
         _allocate_while_running(quantizable_layers(frozen))  # what is dequantized
-    if case.teacher == "offloaded":
+    if frozen is not None and case.keeps_parts and not in_4:
+        gather_parts(frozen)
+    elif case.teacher == "offloaded":
         _allocate_while_running(frozen.modules())
+    if case.teacher == "offloaded":
         frozen = None  # no weights between layers
     loss = distil_loss(teacher, chunk=chunk)
     batch = {"input_ids": tokens, "labels": tokens}

@@ -27,6 +27,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 from torch.utils.hooks import RemovableHandle
 
+from attnzoo.hf.layers import running_units
 from attnzoo.hf.names import NAME
 from attnzoo.hf.swap.backends import when_built
 from attnzoo.training.zero3 import free_partition, gathered, partition, uses_zero3
@@ -192,7 +193,7 @@ class ModelShards:
         given: dict[int, nn.Parameter] = {}
         for name, empty in dict(model.named_parameters()).items():
             (known,) = fsdp2_canonicalize_names({name: None})
-            part = self._take(taken, known)
+            part = self._take(taken, known).to(empty.dtype)  # Accelerate widens 16 bits to 32
             if isinstance(empty, DTensor):
                 part = shard(part, empty.device_mesh, empty.placements)
             given[id(empty)] = nn.Parameter(part, empty.requires_grad)
@@ -386,12 +387,8 @@ def gather_while_running(model: nn.Module, device: torch.device) -> list[Removab
     Returns:
         The handles of the hooks.
     """
-    kinds = set(getattr(model, "_no_split_modules", None) or ())
-    layers = [m for m in model.modules() if type(m).__name__ in kinds]
-    inside = {id(m) for layer in layers for m in layer.modules()}
-    others = [m for m in model.modules() if id(m) not in inside]
     handles: list[RemovableHandle] = []
-    for module, owners in [*((m, list(m.modules())) for m in layers), *((m, [m]) for m in others)]:
+    for module, owners in running_units(model):
         if any(isinstance(p, DTensor) for owner in owners for p in owner._parameters.values()):
             gathered = _Gathered(owners, device)
             handles += [

@@ -9,6 +9,7 @@ import json
 import sys
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -17,6 +18,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
 
 from attnzoo.evaluation.memory import build_model
 from attnzoo.evaluation.memory_case import MemoryCase, ZeroSizes
@@ -24,9 +27,11 @@ from attnzoo.evaluation.timing import profile_allocations
 from attnzoo.runtime.activation_offload import offload_activations
 from attnzoo.training import (
     distil_memory,  # noqa: F401 - registers the loss "distil"
+    model_shards,
     sharding,
 )
 from attnzoo.training.distil import distil_loss, softmax_teacher
+from attnzoo.training.model_shards import ModelShards
 from attnzoo.training.optimizer import make_optimizer
 from tests.training.engines import engine, require_engine
 
@@ -85,12 +90,41 @@ class ReduceScatter(AllGather):
                 output_tensor.copy_(sent)
 
 
-def make_loss(model, case):
+@contextmanager
+def gathered_through(buffer):
+    """Context in which parts of weights are gathered by sending parts of a buffer that stays."""
+
+    def gather(x, device):
+        full = torch.empty(x.shape, dtype=x.dtype)
+        for rank, part in enumerate(full.chunk(dist.get_world_size())):
+            own = x.detach().to_local() if rank == dist.get_rank() else part
+            sent = buffer[: part.nbytes].view(part.dtype).copy_(own.reshape(-1))
+            dist.broadcast(sent, rank)
+            part.copy_(sent.view_as(part))
+        return full
+
+    with mock.patch.object(model_shards, "gather", gather):
+        yield
+
+
+def prepare(shards, model, optimizer):
+    """Return the prepared model and optimizer, as a stage of a run has them."""
+    groups = [{"params": [x for x in model.parameters() if x.requires_grad], "lr": 1e-5}]
+
+    def make(groups):
+        made = optimizer(groups)
+        return made, LambdaLR(made, lambda step: 1.0)
+
+    loader = DataLoader(range(4), batch_size=2)
+    return shards.prepare(model, groups, make, loader)[:2]
+
+
+def make_loss(model, case, shards):
     """Return a function of the prepared model and tokens that returns the loss of a case."""
     if case.loss == "lm":
         return lambda prepared, x: prepared(input_ids=x, labels=x, use_cache=False).loss
     options = {"weights_change": case.copies_teacher, "dtype": case.kept_dtype}
-    loss = distil_loss(softmax_teacher(model, **options))
+    loss = distil_loss(softmax_teacher(model, **options, shards=shards))
     return lambda prepared, x: loss(prepared, {"input_ids": x, "labels": x})
 
 
@@ -108,15 +142,14 @@ def measure(case):
     """Return the bytes of a process: of weights, of gradients, and of forward + backward."""
     torch.manual_seed(0)
     precision = "bf16" if case.precision == "bf16" else "no"
-    with engine(case.sharding, ACCELERATE_MIXED_PRECISION=precision):
+    buffer = torch.empty(1 << 24, dtype=torch.uint8)
+    with engine(case.sharding, ACCELERATE_MIXED_PRECISION=precision), gathered_through(buffer):
         accelerator = sharding.make_accelerator(0, tracker=None, logs=Path())
-        model = build_model(case)
-        trained = [x for x in model.parameters() if x.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=1e-5)
-        loss = make_loss(model, case)
-        model, optimizer = accelerator.prepare(model, optimizer)
+        shards = ModelShards(accelerator)
+        model = shards.load(lambda: build_model(case))
+        loss = make_loss(model, case, shards)
+        model, optimizer = prepare(shards, model, torch.optim.AdamW)
         require_engine(case.sharding, accelerator, model, 1)
-        buffer = torch.empty(sum(x.nbytes for x in model.parameters()), dtype=torch.uint8)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_all_gather(AllGather(buffer))
@@ -176,7 +209,11 @@ def measure_zero(case):
     precision = "bf16" if case.precision == "bf16" else "no"
     buffer = torch.empty(1 << 24, dtype=torch.uint8)
     tokens = torch.randint(100, (case.rows, case.length))
-    with engine(name, ACCELERATE_MIXED_PRECISION=precision), static_buffers(buffer):
+    with (
+        engine(name, ACCELERATE_MIXED_PRECISION=precision),
+        static_buffers(buffer),
+        gathered_through(buffer),
+    ):
         accelerator = sharding.make_accelerator(0, tracker=None, logs=Path(), clip=1.0)
         config = accelerator.state.deepspeed_plugin.deepspeed_config
         config["train_micro_batch_size_per_gpu"] = case.rows
@@ -185,13 +222,12 @@ def measure_zero(case):
         }
 
         def build():
-            model = build_model(case)
-            trained = [x for x in model.parameters() if x.requires_grad]
+            shards = ModelShards(accelerator)
+            model = shards.load(lambda: build_model(case))
             optim = "adamw_torch" if case.optimizer == "adamw" else case.optimizer
-            groups = [{"params": trained, "lr": 1e-5}]
-            optimizer = make_optimizer(optim, model, groups, weight_decay=0.0)
-            loss = make_loss(model, case)
-            kept.extend((*accelerator.prepare(model, optimizer), loss))
+            optimizer = partial(make_optimizer, optim, model, weight_decay=0.0)
+            loss = make_loss(model, case, shards)
+            kept.extend((*prepare(shards, model, optimizer), loss))
             backend = importlib.import_module("deepspeed.comm.comm").cdb
             backend.all_gather_function = DeepSpeedAllGather(buffer)
             backend.reduce_scatter_function = ReduceScatter(buffer)
