@@ -90,6 +90,18 @@ class ReduceScatter(AllGather):
                 output_tensor.copy_(sent)
 
 
+def send_through(model, buffer):
+    """Let FSDP2 or DeepSpeed send parts of a buffer that stays, for a prepared model."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(AllGather(buffer))
+            module.set_custom_reduce_scatter(ReduceScatter(buffer))
+    if type(model).__name__ == "DeepSpeedEngine":
+        backend = importlib.import_module("deepspeed.comm.comm").cdb
+        backend.all_gather_function = DeepSpeedAllGather(buffer)
+        backend.reduce_scatter_function = ReduceScatter(buffer)
+
+
 @contextmanager
 def gathered_through(buffer):
     """Context in which parts of weights are gathered by sending parts of a buffer that stays."""
@@ -150,10 +162,7 @@ def measure(case):
         loss = make_loss(model, case, shards)
         model, optimizer = prepare(shards, model, torch.optim.AdamW)
         require_engine(case.sharding, accelerator, model, 1)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_custom_all_gather(AllGather(buffer))
-                module.set_custom_reduce_scatter(ReduceScatter(buffer))
+        send_through(model, buffer)
         tokens = torch.randint(100, (case.rows, case.length))
 
         def run():
@@ -228,9 +237,7 @@ def measure_zero(case):
             optimizer = partial(make_optimizer, optim, model, weight_decay=0.0)
             loss = make_loss(model, case, shards)
             kept.extend((*prepare(shards, model, optimizer), loss))
-            backend = importlib.import_module("deepspeed.comm.comm").cdb
-            backend.all_gather_function = DeepSpeedAllGather(buffer)
-            backend.reduce_scatter_function = ReduceScatter(buffer)
+            send_through(kept[0], buffer)
             for _ in range(3):  # DeepSpeed learns the order of modules
                 step()
 
