@@ -9,11 +9,11 @@ has whole models.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import numpy as np
@@ -230,34 +230,40 @@ class ModelShards:
             free_partition(found[name])
         return _filled(empty, new, trained)
 
-    @torch.no_grad()
+    @contextmanager
     def whole_on_disk(
-        self, model: nn.Module, out: Path, types: Mapping[str, torch.dtype]
-    ) -> AbstractContextManager[Any]:
-        """Give the main process whole weights in files, which its memory does not have to hold.
+        self, model: nn.Module, folder: Path, types: Mapping[str, torch.dtype]
+    ) -> Iterator[None]:
+        """Context in which the main process has whole weights, in files.
+
+        Its memory does not have to hold them. Called by all processes; the others keep their parts.
 
         Args:
-            model: The model; those of the other processes keep their parts.
-            out: Where a folder of these files is made.
+            model: The model, which is not used after the context.
+            folder: The files' folder, which is removed before and afterwards.
             types: Data types of weights by name, where not their own.
-
-        Returns:
-            The folder, which is removed at the end of the context; the model refers to its files.
         """
         if not self.enabled:
-            return nullcontext()
+            yield
+            return
         main = self.accelerator.is_main_process
-        folder = TemporaryDirectory(prefix="weights.", dir=out) if main else nullcontext()
-        new: dict[int, nn.Parameter] = {}
-        for number, (name, p) in enumerate(model.named_parameters()):
-            new[id(p)] = p
-            if isinstance(p, DTensor):
-                full = self.fetch(p)
-                if isinstance(folder, TemporaryDirectory):
-                    file = Path(folder.name, str(number))
-                    new[id(p)] = _in_file(full.to(types.get(name, p.dtype)), file)
-        replace_parameters(model, new)
-        return folder
+        if main:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+        try:
+            new: dict[int, nn.Parameter] = {}
+            for number, (name, p) in enumerate(model.named_parameters()):
+                new[id(p)] = p
+                if isinstance(p, DTensor):
+                    full = self.fetch(p)
+                    if main:
+                        full = full.to(types.get(name, p.dtype))
+                        new[id(p)] = _in_file(full, folder / str(number))
+            replace_parameters(model, new)
+            yield
+        finally:
+            if main:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def shards_models(accelerator: Accelerator) -> bool:
@@ -322,9 +328,15 @@ def _filled(empty: M, new: Mapping[int, nn.Parameter], trained: nn.Module) -> M:
 
 
 def _in_file(x: Tensor, file: Path) -> nn.Parameter:
-    """Return a frozen parameter whose data is in a file."""
-    data = torch.from_numpy(np.memmap(file, mode="w+", shape=(x.nbytes,)))
-    return nn.Parameter(data.view(x.dtype).view(x.shape).copy_(x), requires_grad=False)
+    """Return a frozen parameter whose data is in a file.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    data = x.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    file.write_bytes(data.numpy().data)  # a full disk would end a process that writes to a map
+    mapped = torch.from_numpy(np.memmap(file, mode="c"))
+    return nn.Parameter(mapped.view(x.dtype).view(x.shape), requires_grad=False)
 
 
 def take_weights(model: nn.Module) -> tuple[dict[str, Tensor], dict[int, nn.Parameter]]:

@@ -64,21 +64,19 @@ def save(run: Run, model: PreTrainedModel, results: Mapping[str, Any]) -> None:
     mark a finished run.
     """
     types = dict.fromkeys(rounded_weights(model, run.dtype), run.dtype)
-    with explain_write_errors(run.checkpoints):
-        folder = run.shards.whole_on_disk(model, run.out, types)
-    if run.accelerator.is_main_process:
-        partial = run.out / "model.partial"
-        model.requires_grad_(True)
-        cast_weights(model, run.dtype)
-        tokenizer = load_tokenizer(run.path)
-        with explain_write_errors(run.checkpoints), folder:
+    partial, files = run.out / "model.partial", run.out / "weights.partial"
+    with explain_write_errors(run.checkpoints), run.shards.whole_on_disk(model, files, types):
+        if run.accelerator.is_main_process:
+            model.requires_grad_(True)
+            cast_weights(model, run.dtype)
             model.save_pretrained(partial)
-            tokenizer.save_pretrained(partial)
+            load_tokenizer(run.path).save_pretrained(partial)
             copy_companions(run.path, partial)
             move_files(partial, run.out)
             write_pages(run.out, results, read_losses(run.out), run.command)
             text = json.dumps(results, indent=2, allow_nan=False)
             atomic_write(run.out / RESULTS[run.command], text)
+    if run.accelerator.is_main_process:
         run.checkpoints.clear()
     run.shards.wait()
     if run.config.report_to:

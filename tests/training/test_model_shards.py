@@ -1,5 +1,6 @@
 """Parts of models, in a process group that sends nothing; test_launch.py trains on two."""
 
+import errno
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -92,6 +93,42 @@ def test_adapters_are_added_to_a_part(saved, spec):
             torch.testing.assert_close(p.to_local(), second_part(expected[name]), msg=name)
         else:
             assert torch.equal(p, expected[name])
+
+
+@pytest.mark.usefixtures("second_of_two")
+def test_whole_weights_are_in_files_until_they_are_saved(saved, spec, tmp_path, monkeypatch):
+    accelerator = fsdp2()
+    accelerator.is_main_process = True
+    shards = ModelShards(accelerator)
+    model = shards.load(lambda: load_causal(saved, spec))
+    parts = {name for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    folder = tmp_path / "weights.partial"
+    folder.mkdir()
+    (folder / "of a run that was stopped").touch()
+    with shards.whole_on_disk(model, folder, dict.fromkeys(parts, torch.bfloat16)):
+        found = dict(model.named_parameters())
+        assert {found[name].dtype for name in parts} == {torch.bfloat16}
+        assert not any(isinstance(p, DTensor) for p in found.values())
+        sizes = sorted(file.stat().st_size for file in folder.iterdir())
+        assert sizes == sorted(2 * found[name].numel() for name in parts)
+    assert not folder.exists()
+
+    def fail(*given):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    again = shards.load(lambda: load_causal(saved, spec))
+    monkeypatch.setattr(model_shards, "_in_file", fail)
+    with pytest.raises(OSError, match="No space"), shards.whole_on_disk(again, folder, {}):
+        pytest.fail("it must not get here")
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_in_a_file_has_its_data(tmp_path, dtype):
+    x = torch.randn(5, 3).to(dtype).T  # not contiguous
+    found = model_shards._in_file(x, tmp_path / "x")
+    assert torch.equal(found, x)
+    assert (tmp_path / "x").stat().st_size == x.nbytes
 
 
 def test_weights_are_parts_where_fsdp2_shards_on_the_devices():
