@@ -251,12 +251,16 @@ def test_an_offloaded_teacher_has_the_loss_of_one_in_memory(name, chunk):
 def test_a_teacher_in_bfloat16_is_the_model_in_bfloat16(model):
     tokens = torch.arange(5, 29).view(2, 12)
     with torch.no_grad():
-        exact = deepcopy(model).to(torch.bfloat16).eval()(tokens, use_cache=False).logits
+        rounded = deepcopy(model).to(torch.bfloat16).eval()
+        stock = rounded(tokens, use_cache=False).logits
+        exact = rounded.to(torch.float64)(tokens, use_cache=False).logits
     swapped = attnzoo.swap(model, "linear", feature_map="hedgehog", window=4)
     teach = softmax_teacher(swapped, weights_change=True, dtype=torch.bfloat16)
     found = teach(swapped, {"input_ids": tokens, "labels": tokens}).logits
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found, exact, rtol=0.05, atol=0.05)
+    assert found.dtype == stock.dtype == torch.bfloat16
+    errors = [float((x.double() - exact).norm()) for x in (found, stock)]
+    assert errors[0] < 2 * errors[1]  # the same sums in another order
+    assert errors[1] < 0.05 * float(exact.norm())
     assert {p.dtype for p in swapped.parameters()} == {torch.float32}
 
 
