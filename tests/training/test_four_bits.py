@@ -16,12 +16,13 @@ from attnzoo.training import four_bits
 from attnzoo.training.distil import distil_loss, predictions, softmax_teacher
 from attnzoo.training.loop import LoopConfig, read_losses
 from attnzoo.training.recover import RecoverConfig, recover
-from tests.helpers import tiny_llama
+from tests.helpers import tiny_llama as tiny_llama_of
 
 needs_bitsandbytes = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None,
     reason="needs bitsandbytes, which `nox --session bitsandbytes` installs",
 )
+pytestmark = pytest.mark.usefixtures("portable_4_bits")
 TOKENS = torch.arange(5, 29).view(2, 12)
 BATCH = {"input_ids": TOKENS, "labels": TOKENS}
 # NF4's levels: Dettmers et al., 2023, arXiv:2305.14314, appendix E
@@ -33,6 +34,17 @@ LEVELS = torch.tensor(
         *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
     ]
 )
+
+
+@pytest.fixture(scope="module")
+def saved(saved_in_blocks):
+    """The folder of the model that these tests train."""
+    return saved_in_blocks
+
+
+def tiny_llama(**changes):
+    """Return a model with rows of whole blocks, as ``saved`` has."""
+    return tiny_llama_of(**{"hidden_size": 64, "intermediate_size": 128, **changes})
 
 
 def swapped(**changes):

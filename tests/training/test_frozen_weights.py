@@ -13,14 +13,22 @@ from attnzoo.training.loop import LoopConfig, read_losses
 from attnzoo.training.optimizer import make_optimizer
 from attnzoo.training.recover import RecoverConfig, recover
 from attnzoo.training.student import require_student_settings
-from tests.helpers import tiny_llama
-from tests.training.test_four_bits import needs_bitsandbytes
+from tests.training.test_four_bits import needs_bitsandbytes, tiny_llama
 
 RANK = 2
 NARROW = [
     pytest.param({"dtype": "bfloat16"}, id="bfloat16"),
     pytest.param({"load_in_4bit": True}, id="4bit", marks=needs_bitsandbytes),
 ]
+
+
+pytestmark = pytest.mark.usefixtures("portable_4_bits")
+
+
+@pytest.fixture(scope="module")
+def saved(saved_in_blocks):
+    """The folder of the model that these tests train."""
+    return saved_in_blocks
 
 
 def config(cls=RecoverConfig, *, precision=None, every=50, **changes):
