@@ -63,6 +63,7 @@ def save(run: Run, model: PreTrainedModel, results: Mapping[str, Any]) -> None:
     The weights have the data type of the model that came in. The results are written last: they
     mark a finished run.
     """
+    tokenizer = load_tokenizer(run.path)
     types = dict.fromkeys(rounded_weights(model, run.dtype), run.dtype)
     partial, files = run.out / "model.partial", run.out / "weights.partial"
     with explain_write_errors(run.checkpoints), run.shards.whole_on_disk(model, files, types):
@@ -70,7 +71,7 @@ def save(run: Run, model: PreTrainedModel, results: Mapping[str, Any]) -> None:
             model.requires_grad_(True)
             cast_weights(model, run.dtype)
             model.save_pretrained(partial)
-            load_tokenizer(run.path).save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
             copy_companions(run.path, partial)
             move_files(partial, run.out)
             write_pages(run.out, results, read_losses(run.out), run.command)

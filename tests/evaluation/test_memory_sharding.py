@@ -5,36 +5,25 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
 
 from attnzoo.errors import ConfigError
 from attnzoo.evaluation.memory import compute, measure
 from attnzoo.evaluation.memory_case import MemoryCase
 from attnzoo.training import distil_memory  # noqa: F401 - registers the loss "distil"
+from tests.evaluation.small_llama import FFN, LAYERS, M, V, save_config
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable.:FutureWarning"),
     pytest.mark.filterwarnings("ignore:You have passed exclude_modules:UserWarning"),
 ]
 ROOT = Path(__file__).resolve().parents[2]
-M, FFN, V, LAYERS = 128, 320, 500, 3
 LAYER = 4 * M * M + 3 * M * FFN + 2 * M  # weights of a layer of 4 heads, and its norms
 WHOLE = LAYERS * LAYER + 2 * V * M + M  # and embeddings, head and the last norm
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    config = LlamaConfig(
-        vocab_size=V,
-        hidden_size=M,
-        intermediate_size=FFN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        architectures=["LlamaForCausalLM"],
-    )
-    config.save_pretrained(path := tmp_path_factory.mktemp("config"))
-    return str(path)
+    return save_config(tmp_path_factory.mktemp("config"))
 
 
 def case(folder, **changes):

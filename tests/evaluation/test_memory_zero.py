@@ -6,12 +6,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
 
 from attnzoo.errors import ConfigError
 from attnzoo.evaluation.memory import compute
 from attnzoo.evaluation.memory_case import MemoryCase, ZeroSizes
 from attnzoo.training import distil_memory  # noqa: F401 - registers the loss "distil"
+from tests.evaluation.small_llama import FFN, LAYERS, M, V, save_config
 from tests.evaluation.two_gpus import NAMES, read_case
 from tests.training.engines import LAUNCH
 
@@ -24,7 +24,6 @@ needs_deepspeed = pytest.mark.skipif(
     reason="needs deepspeed, which `nox --session deepspeed` installs",
 )
 ROOT = Path(__file__).resolve().parents[2]
-M, FFN, V, LAYERS = 128, 320, 500, 3
 MATRICES = LAYERS * (4 * M * M + 3 * M * FFN) + 2 * V * M
 NORMS = (2 * LAYERS + 1) * M
 WHOLE = MATRICES + NORMS
@@ -40,17 +39,7 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    config = LlamaConfig(
-        vocab_size=V,
-        hidden_size=M,
-        intermediate_size=FFN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        architectures=["LlamaForCausalLM"],
-    )
-    config.save_pretrained(path := tmp_path_factory.mktemp("config"))
-    return str(path)
+    return save_config(tmp_path_factory.mktemp("config"))
 
 
 def use_of(folder, sharding, gpus=4, sizes=SMALL, **changes):

@@ -49,6 +49,19 @@ def swap(model, layers):
 SCALES = {"embed_tokens": 0.6, "o_proj": 1.9, "lm_head": 0.5}
 
 
+@torch.no_grad()
+def draw_weights(model):
+    """Return a model with random weights, of which attention's weigh the most."""
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2:
+            scale = next((x for part, x in SCALES.items() if part in name), 0.08)
+            parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
+        else:
+            parameter.copy_(0.5 + torch.rand(parameter.shape, generator=generator))
+    return model
+
+
 def random_qwen(layers):
     """Return a Qwen 3 of random weights, in which attention weighs more than the last token."""
     config = Qwen3Config(
@@ -56,16 +69,7 @@ def random_qwen(layers):
         num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=512,
         tie_word_embeddings=False, bos_token_id=None, eos_token_id=1, pad_token_id=0,
     )  # fmt: skip
-    model = Qwen3ForCausalLM(config).float()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 2:
-                scale = next((x for part, x in SCALES.items() if part in name), 0.08)
-                parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
-            else:
-                parameter.copy_(0.5 + torch.rand(parameter.shape, generator=generator))
-    return model
+    return draw_weights(Qwen3ForCausalLM(config).float())
 
 
 def embedded(layers):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
+from models import draw_weights
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import attnzoo
@@ -25,7 +26,6 @@ SIZES = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
-SCALES = {"embed_tokens": 0.6, "o_proj": 1.9, "lm_head": 0.5}  # attention weighs the most
 WINDOWS = attnzoo.AttentionSpec("flash", layers={"0,2": "flash:window=8"})
 STUDENTS = {  # family of the teacher, its heads and their size, what `convert` gets
     "qwen3_5_text": ("qwen3", 2, 64, {"recurrent": "1-2"}),
@@ -34,19 +34,11 @@ STUDENTS = {  # family of the teacher, its heads and their size, what `convert` 
 }
 
 
-@torch.no_grad()
 def random_teacher(family, heads, dim):
     """Return a model of random weights whose tokens depend on far ones."""
     sizes = SIZES | {"num_attention_heads": heads, "head_dim": dim}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes)).eval()
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 2:
-            scale = next((x for part, x in SCALES.items() if part in name), 0.08)
-            parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
-        else:
-            parameter.copy_(0.5 + torch.rand(parameter.shape, generator=generator))
-    return model
+    return draw_weights(model)
 
 
 @torch.no_grad()
