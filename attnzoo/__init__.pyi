@@ -16,7 +16,6 @@ from attnzoo.evaluation.kernel_checks import check_kernels as check_kernels
 from attnzoo.evaluation.memory_fit import estimate_memory as estimate_memory
 from attnzoo.hf.context_parallel import context_parallel as context_parallel
 from attnzoo.hf.describe import describe as describe
-from attnzoo.hf.heads.grouping import convert_heads as convert_heads
 from attnzoo.hf.heads.pruning import prune_heads as prune_heads
 from attnzoo.hf.models.positions import extend_positions as extend_positions
 from attnzoo.hf.models.speed_up import speed_up as speed_up

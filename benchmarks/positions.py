@@ -1,4 +1,4 @@
-"""Loss by position before and after ``extend_positions``, on the embedded model.
+"""Loss by position before and after rotary positions are scaled, on the embedded model.
 
     python benchmarks/positions.py
 
@@ -16,9 +16,8 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-import attnzoo
 from attnzoo.evaluation.corpus import byte_tokens, cut_rows, held_out_files, join
 from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.evaluation.quality import token_losses
@@ -36,9 +35,18 @@ def main(
     tokens = cut_rows(text, rows, BUCKETS[-1], torch.Generator().manual_seed(0))
     table = Table("positions", *(f"to {end}" for end in BUCKETS[1:]))
     for method in (None, "linear", "dynamic", "yarn"):
-        model = AutoModelForCausalLM.from_pretrained(embedded_model_path(), dtype=torch.float32)
+        config = AutoConfig.from_pretrained(embedded_model_path())
         if method is not None:
-            attnzoo.extend_positions(model, BUCKETS[-1], method=method)
+            before = config.max_position_embeddings
+            scaling = {"rope_type": method, "factor": BUCKETS[-1] / before}
+            if method == "yarn":
+                scaling["original_max_position_embeddings"] = before
+            config.rope_parameters = config.rope_parameters | scaling
+            if method != "dynamic":  # it reads the length of training from the config
+                config.max_position_embeddings = BUCKETS[-1]
+        model = AutoModelForCausalLM.from_pretrained(
+            embedded_model_path(), config=config, dtype=torch.float32
+        )
         losses = torch.cat([token_losses(model.eval(), row[None]) for row in tokens])
         bits = [
             float(losses[:, start:end].mean()) / math.log(2)

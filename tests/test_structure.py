@@ -36,9 +36,9 @@ ROWS = (
 ROW = {unit: height for height, row in enumerate(ROWS) for unit in row}
 # Inside hf, from the bottom up, by the same rule.
 HF_ROWS = (
-    {"__init__", "names"},
+    {"__init__", "names", "configs"},
     {"seam"},
-    {"layers", "masks", "context_parallel", "logits"},
+    {"layers", "masks", "context_parallel", "logits", "unchanged"},
     {"cache"},
     {"attention"},
     {"release_check"},
@@ -185,6 +185,53 @@ def test_ops_and_backends_import_nothing_sideways():
 )
 def test_a_wrong_sideways_import_is_found(module, source):
     assert len(wrong_sideways_imports(module, source)) == 1
+
+
+# Expressions for configs of models; those of backends have no fields that raise.
+MODEL_CONFIG = re.compile(
+    r"(^|[._])config$|get_text_config\(\)$|read_config\(.*\)$|^(source|owner)$"
+)
+BACKEND_CONFIG = re.compile(r"(backend|entry|layers\[.*\])\.config$")
+
+
+def unguarded_reads(name: str, source: str) -> list[str]:
+    """Return the reads of a model's config with a default that bypass ``attnzoo.hf.configs``."""
+    wrong = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Call(func=ast.Name(id="getattr"), args=[config, _, _]):
+                read = ast.unparse(config)
+            case ast.Call(func=ast.Name(id="hasattr"), args=[config, _]):
+                read = ast.unparse(config)
+            case _:
+                continue
+        if MODEL_CONFIG.search(read) and not BACKEND_CONFIG.search(read):
+            wrong.append(f"{name}:{node.lineno} reads {read}; use read_field or has_field")
+    return wrong
+
+
+def test_configs_are_read_with_defaults_in_one_place():
+    folders = (f"attnzoo/{x}" for x in ("hf", "compare", "evaluation", "training", "commands"))
+    wrong = []
+    for path in python_files(*folders):
+        if path != ROOT / "attnzoo" / "hf" / "configs.py":
+            wrong += unguarded_reads(str(path.relative_to(ROOT)), path.read_text("utf-8"))
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("getattr(model.config, 'window', None)", 1),
+        ("hasattr(text_config, 'window')", 1),
+        ("getattr(model.config.get_text_config(), 'window', 0)", 1),
+        ("getattr(backend.config, 'window', None)", 0),
+        ("getattr(config, 'window')", 0),
+        ("read_field(config, 'window')", 0),
+    ],
+)
+def test_an_unguarded_read_is_found(source, count):
+    assert len(unguarded_reads("a.py", source)) == count
 
 
 def test_every_module_has_a_row():

@@ -11,6 +11,7 @@ import typer
 from attnzoo.commands.compare import Model, Threads
 from attnzoo.commands.terminal import AsJson, console, problems
 from attnzoo.errors import SpecError
+from attnzoo.hf.configs import read_field
 from attnzoo.report.live import show_status
 
 CHOICES = ("ablation", "gradient")
@@ -130,7 +131,7 @@ def _measure(
     config = read_config(path)
     loaded = model_class(config, path).from_pretrained(path, dtype=torch.float32)
     layers = attention_layers(loaded)
-    if not layers or getattr(config, "is_encoder_decoder", False):
+    if not layers or read_field(config, "is_encoder_decoder", False):
         raise SpecError(
             f"{type(loaded).__name__} is an encoder-decoder or has no layer that calls "
             "transformers' attention interface; give an encoder or a decoder of text"

@@ -1,4 +1,4 @@
-"""Commands on one model: list, describe, swap, convert, convert-heads, demo."""
+"""Commands on one model: list, describe, swap, convert, demo."""
 
 from __future__ import annotations
 
@@ -198,25 +198,6 @@ def _read_plan(plan: Path | None, recurrent: str | None) -> tuple[Any, str | Non
     if recurrent is not None:
         raise SpecError(f"{str(plan)!r} has the recurrent layers; leave --recurrent out")
     return None, planned
-
-
-def convert_heads(
-    path: ModelArgument,
-    kv_heads: Annotated[int, typer.Option(help="new number of key and value heads")],
-    out: Annotated[Path, typer.Option(help="new folder for the converted model")],
-) -> None:
-    """Average key and value heads (multi-head to grouped-query attention), for a smaller cache."""
-    from attnzoo.hf.heads.grouping import convert_heads_files
-    from attnzoo.report.output_path import check_folder
-
-    check_folder(out)
-    heads = convert_heads_files(path, kv_heads, out)
-    console.print(
-        f"{heads['before']} key and value heads are now {heads['after']}. Written to {out}; train "
-        "it, because its quality has dropped.",
-        soft_wrap=True,
-        markup=False,
-    )
 
 
 def demo(

@@ -24,6 +24,7 @@ from attnzoo.commands.train_options import (
     with_train_options,
 )
 from attnzoo.errors import ConfigError, SpecError
+from attnzoo.hf.configs import read_field
 from attnzoo.report.live import show_status
 
 TransferTarget = Annotated[
@@ -476,7 +477,7 @@ def finetune(
     from attnzoo.hf.saving.files import read_config
     from attnzoo.training.finetune import finetune as finetune_model
 
-    if getattr(read_config(path), NAME, None) is None:
+    if read_field(read_config(path), NAME) is None:
         options = _with_recipe_attention(options)
     if options.attention is None and (options.option or options.layers or options.else_):
         raise SpecError("--set, --layers and --else need --attention; give it, or leave them out")

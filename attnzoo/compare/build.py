@@ -18,6 +18,7 @@ from attnzoo.errors import UnsupportedError
 from attnzoo.evaluation.decoding import PREFILL_TOKENS, cache_bytes
 from attnzoo.evaluation.timing import Run
 from attnzoo.hf.attention.call import layer_backend
+from attnzoo.hf.configs import read_field
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.names import NAME
 from attnzoo.hf.saving.files import model_class
@@ -139,7 +140,7 @@ def load(info: ModelInfo, case: CostCase) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(path)
     config.attnzoo = _spec(case).to_dict()
     for name in DROPOUT_FIELDS:
-        if getattr(config, name, None):
+        if read_field(config, name):
             setattr(config, name, 0.0)  # backends have different forms of dropout
     model: PreTrainedModel = model_class(config, path).from_pretrained(
         path, config=config, attn_implementation=NAME, dtype=getattr(torch, case.dtype)

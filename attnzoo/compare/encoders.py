@@ -17,6 +17,7 @@ from torch import Tensor
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.data import load_tokenizer, read_text
 from attnzoo.evaluation.models import max_positions, spec_label
+from attnzoo.hf.configs import read_field
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.saving.files import model_class, read_config
 from attnzoo.hf.swap.convert import restore, swap
@@ -138,7 +139,7 @@ def read_encoder(
         raise SpecError(f"--tokens must be 4 to {limit or 'any'} for this model, got {tokens}")
     config = read_config(path)
     model: Any = model_class(config, path).from_pretrained(path, dtype=torch.float32).eval()
-    saved = getattr(config, "attnzoo", None)
+    saved = read_field(config, "attnzoo")
     if spec is None and saved is not None:
         spec = AttentionSpec.from_dict(saved)
     else:
@@ -164,7 +165,7 @@ def read_encoder(
         tokens=tokenizer.convert_ids_to_tokens(found["input_ids"]),
         special=[bool(x) for x in found["special_tokens_mask"]],
         labels=labels,
-        multi_label=getattr(config, "problem_type", None) == "multi_label_classification",
+        multi_label=read_field(config, "problem_type") == "multi_label_classification",
     )
 
 
@@ -181,7 +182,7 @@ def _read(model: Any, ids: Tensor) -> Reading:
 
 
 def _labels(config: Any, count: int) -> list[Any]:
-    names = getattr(config, "id2label", None) or {}
+    names = read_field(config, "id2label") or {}
     return [names.get(i, names.get(str(i), i)) for i in range(count)]
 
 

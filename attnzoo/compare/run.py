@@ -49,6 +49,7 @@ from attnzoo.evaluation.models import is_embedded, max_positions, model_path, sp
 from attnzoo.evaluation.recall import RecallEvalBatch, make_recall_batch
 from attnzoo.evaluation.results import FORMAT, Row, append, commit, open_results
 from attnzoo.evaluation.timing import machine
+from attnzoo.hf.configs import has_field, read_field
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.saving.files import empty_model, hash_weights
 from attnzoo.report.output_path import check_folder
@@ -139,8 +140,8 @@ def read_model_info(model: str) -> ModelInfo:
         generates=causal and empty.can_generate(),
         max_positions=max_positions(path),
         trained_positions=layers[0].geometry.max_length,
-        text_model=hasattr(empty.config, "vocab_size")
-        and not getattr(empty.config, "is_encoder_decoder", False),
+        text_model=has_field(empty.config, "vocab_size")
+        and not read_field(empty.config, "is_encoder_decoder", False),
         module=type(empty).__module__,
     )
 

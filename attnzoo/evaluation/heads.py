@@ -28,6 +28,7 @@ from attnzoo.evaluation.corpus import cut_rows
 from attnzoo.evaluation.data import load_tokenizer, read_text, tokenize
 from attnzoo.evaluation.embeddings import CHARACTERS, make_embedding_batch
 from attnzoo.evaluation.models import max_positions
+from attnzoo.hf.configs import read_field
 from attnzoo.hf.heads.projections import head_projections
 from attnzoo.hf.heads.pruning import original_heads
 from attnzoo.hf.layers import AttentionLayer, attention_layers
@@ -209,7 +210,7 @@ class HeadStudyModel:
     @torch.no_grad()
     def attention_statistics(self, window: int) -> dict[str, ByLayer]:
         """Return entropy, distance, weight beyond a window and on the first token of each head."""
-        swapped = getattr(self.model.config, "attnzoo", None) is not None
+        swapped = read_field(self.model.config, "attnzoo") is not None
         if not swapped:
             swap(self.model, "softmax")
         try:

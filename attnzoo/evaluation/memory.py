@@ -41,6 +41,7 @@ from attnzoo.evaluation.memory_sharding import AccumulatedGradients, GatheredUni
 from attnzoo.evaluation.memory_zero import ZeroBuffers, zero_buffers, zero_partitions
 from attnzoo.evaluation.models import max_positions
 from attnzoo.hf.adapters.lora import with_adapters
+from attnzoo.hf.configs import has_field, read_field
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.names import NAME
 from attnzoo.hf.saving.files import model_class, read_config
@@ -191,7 +192,7 @@ def build_model(case: MemoryCase) -> PreTrainedModel:
     path = Path(case.path)
     config = read_config(path)
     cls = model_class(config, path)
-    if not hasattr(config, "vocab_size") or getattr(config, "is_encoder_decoder", False):
+    if not has_field(config, "vocab_size") or read_field(config, "is_encoder_decoder", False):
         raise UnsupportedError(
             f"{cls.__name__} does not run on token ids alone (it is an encoder-decoder or takes "
             "other inputs), so its memory is unknown; give a decoder or an encoder of text"
@@ -205,7 +206,7 @@ def build_model(case: MemoryCase) -> PreTrainedModel:
     options: dict[str, Any] = {"dtype": case.compute_dtype}
     if case.spec is not None:
         config.attnzoo = case.spec
-    if getattr(config, NAME, None) is not None:
+    if read_field(config, NAME) is not None:
         options["attn_implementation"] = NAME
     model: PreTrainedModel = cls._from_config(config, **options)
     if case.train == "lora":

@@ -13,6 +13,7 @@ from attnzoo.evaluation.memory import BackwardPeaks, MemoryUse, build_model, com
 from attnzoo.evaluation.memory_case import MemoryCase
 from attnzoo.evaluation.models import max_positions
 from attnzoo.hf.attention.call import layer_backend
+from attnzoo.hf.configs import read_field
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.logits import tokens_per_chunk
 from attnzoo.hf.swap.backends import read_spec
@@ -191,7 +192,7 @@ def _longest_window(case: MemoryCase) -> int:
     with torch.device("meta"):
         layers = attention_layers(build_model(replace(case, length=1)))
     configs = [getattr(layer_backend(layer.module), "config", None) for layer in layers]
-    options = [getattr(config, name, None) for config in configs for name in ("window", "block")]
+    options = [read_field(config, name) for config in configs for name in ("window", "block")]
     sizes = [layer.geometry.window for layer in layers] + options
     flat = [n for size in sizes for n in (size if isinstance(size, tuple) else (size,))]
     return max((n for n in flat if isinstance(n, int)), default=0)

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from attnzoo.errors import SpecError
+from attnzoo.hf.configs import read_field
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.names import NAME
 from attnzoo.hf.saving.files import read_config
@@ -79,8 +80,8 @@ def load_swapped(path: Path, spec: AttentionSpec) -> Any:
 def max_positions(path: Path) -> int | None:
     """Return the number of positions a model has; ``None`` for rotary or relative positions."""
     config: Any = read_config(path)
-    rotary = any(getattr(config, name, None) for name in ("rope_parameters", "rope_theta"))
-    limit = getattr(config, "max_position_embeddings", None)
+    rotary = any(read_field(config, name) for name in ("rope_parameters", "rope_theta"))
+    limit = read_field(config, "max_position_embeddings")
     return None if rotary or limit is None else int(limit)
 
 

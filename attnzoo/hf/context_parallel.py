@@ -22,6 +22,7 @@ from attnzoo.contract.backend import AttentionBackend
 from attnzoo.contract.context_parallel import SequenceShard
 from attnzoo.errors import SpecError, UnsupportedError
 from attnzoo.hf import seam
+from attnzoo.hf.configs import read_field
 from attnzoo.hf.layers import unwrap_model
 
 IGNORE_INDEX = -100  # label that the loss ignores, as in transformers
@@ -167,7 +168,7 @@ def check_model(model: nn.Module) -> PreTrainedModel:
     config = target.config.get_text_config()
     if target.config.is_encoder_decoder:
         reasons.append("the model is an encoder-decoder, whose rows have different lengths")
-    layer_types = {*(getattr(config, "layer_types", None) or ()), *_block_types(config)}
+    layer_types = {*(read_field(config, "layer_types") or ()), *_block_types(config)}
     mixers = sorted(k for k in layer_types if "attention" not in k or k.startswith("linear"))
     mixers += sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.Conv1d)})
     if mixers:
@@ -189,13 +190,13 @@ def check_model(model: nn.Module) -> PreTrainedModel:
 
 def _block_types(config: Any) -> list[str]:
     """Return the layer types of a config that does not call them ``layer_types``."""
-    types = getattr(config, "layers_block_type", None) or getattr(config, "block_types", None)
+    types = read_field(config, "layers_block_type") or read_field(config, "block_types")
     return [str(kind) for kind in types or ()]
 
 
 def _rope_types(config: Any) -> set[str]:
     """Return the types of rotary positions in a config, which may have one per layer type."""
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    rope = read_field(config, "rope_parameters") or read_field(config, "rope_scaling") or {}
     entries = [rope, *(entry for entry in rope.values() if isinstance(entry, dict))]
     return {str(entry.get("rope_type", "default")) for entry in entries}
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from attnzoo.contract.config import Geometry
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf import seam
+from attnzoo.hf.configs import layer_config, read_field
 
 _NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 _SIZES = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
@@ -58,7 +59,7 @@ def layer_number(name: str, module: nn.Module) -> int:
 def _first(owners: tuple[Any, ...], *names: str) -> Any:
     for owner in owners:
         for name in names:
-            value = getattr(owner, name, None)
+            value = read_field(owner, name)
             if isinstance(value, int | float) and not isinstance(value, bool):
                 return value
     return None
@@ -71,8 +72,9 @@ def read_geometry(model: nn.Module, name: str, module: nn.Module) -> Geometry:
         UnsupportedError: Neither holds the number of heads or their size.
     """
     config = getattr(module, "config", None) or getattr(model, "config", None)
-    owners = (module, config)
     number = layer_number(name, module)
+    config = layer_config(config, number)
+    owners = (module, config)
     heads = _first(owners, *_HEADS)
     hidden = _first(owners, "embed_dim", "hidden_size", "d_model", "dim", "n_embd")
     size = _first((module,), "qk_head_dim", *_SIZES) or _first((config,), "head_dim")
@@ -132,7 +134,7 @@ def is_causal(module: nn.Module, config: Any) -> bool:
     is_causal = getattr(module, "is_causal", None)
     if is_causal is not None and not is_causal:
         return False
-    return getattr(config, "is_causal", True) is not False
+    return read_field(config, "is_causal", True) is not False
 
 
 def _in_causal_tower(model: nn.Module, module: nn.Module) -> bool:
@@ -174,9 +176,9 @@ def position_bias_is_zero(module: nn.Module, *, cross_attention: bool) -> bool:
 
 def chunk_size(config: Any, number: int) -> int | None:
     """Return the size of the chunks within which the model attends in this layer, or ``None``."""
-    kinds = getattr(config, "layer_types", None) or ()
+    kinds = read_field(config, "layer_types") or ()
     is_chunked = number < len(kinds) and kinds[number] == "chunked_attention"
-    return getattr(config, "attention_chunk_size", None) if is_chunked else None
+    return read_field(config, "attention_chunk_size") if is_chunked else None
 
 
 def sliding_window(module: nn.Module, config: Any, number: int) -> int | None:
@@ -186,10 +188,10 @@ def sliding_window(module: nn.Module, config: Any, number: int) -> int | None:
         return window if isinstance(window, int) and not isinstance(window, bool) else None
     if not seam.reads_name(module, "sliding_window"):
         return None
-    kinds = getattr(config, "layer_types", None)
+    kinds = read_field(config, "layer_types")
     if kinds is not None and number < len(kinds) and "sliding" not in kinds[number]:
         return None
-    window = getattr(config, "sliding_window", None)
+    window = read_field(config, "sliding_window")
     return window if isinstance(window, int) else None
 
 

@@ -14,6 +14,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from attnzoo.autoload import guarded, mark_patched
+from attnzoo.hf.configs import read_field
 from attnzoo.hf.names import ARCHITECTURE_PREFIX, NAME, PRUNED, RECORDING, REQUESTED, TYPE_PREFIX
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def patch_auto_classes(auto_factory: Any) -> None:
     def choose_by_stock_name(config: Any, model_mapping: Any) -> Any:
         from attnzoo.hf.saving.checkpoints import stock_class_name
 
-        names = getattr(config, "architectures", None)
+        names = read_field(config, "architectures")
         if names:
             config = copy(config)
             config.architectures = list(map(stock_class_name, names))
@@ -194,7 +195,7 @@ def patch_models(modeling_utils: Any) -> None:
     ) -> None:
         from attnzoo.hf.saving.checkpoints import is_saved_swap
 
-        requested = getattr(config, "_attn_implementation", None)  # None: init selects the default
+        requested = read_field(config, "_attn_implementation")  # None: init selects the default
         if requested is None and is_saved_swap(config):
             config._attn_implementation = requested = NAME
         init(self, config, *args, **kwargs)
@@ -208,7 +209,7 @@ def patch_models(modeling_utils: Any) -> None:
     def post_init_with_backends(self: PreTrainedModel) -> None:
         from attnzoo.hf.swap.backends import attach_when_built, change_when_built
 
-        if getattr(self.config, PRUNED, None) is not None:
+        if read_field(self.config, PRUNED) is not None:
             from attnzoo.hf.heads.pruning import prune_when_built
 
             prune_when_built(self)

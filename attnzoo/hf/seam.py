@@ -34,6 +34,7 @@ from transformers.utils.output_capturing import _active_collector as active_coll
 
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
+from attnzoo.hf.configs import read_field
 from attnzoo.hf.names import NAME, RECORDING
 
 __all__ = [
@@ -332,7 +333,7 @@ def pretrained_models(model: nn.Module) -> list[PreTrainedModel]:
 
 def sub_configs(config: Any) -> dict[str, Any]:
     """Return the sub-configs of a config by field name."""
-    found = {key: getattr(config, key, None) for key in getattr(config, "sub_configs", {})}
+    found = {key: read_field(config, key) for key in read_field(config, "sub_configs", {})}
     return {key: inner for key, inner in found.items() if inner is not None}
 
 

@@ -16,6 +16,7 @@ from attnzoo.evaluation.equal_memory import EqualWindow
 from attnzoo.evaluation.harness import Harness, HarnessTasks
 from attnzoo.evaluation.kernel_checks import check_model_kernels
 from attnzoo.evaluation.models import max_positions, require_causal
+from attnzoo.hf.configs import read_field
 from attnzoo.hf.names import NAME
 from attnzoo.hf.saving.files import read_config
 from attnzoo.hf.swap.convert import original_attention, restore, swap
@@ -137,7 +138,7 @@ def _check_arguments(
     Raises:
         AttnzooError: An argument is invalid.
     """
-    if getattr(read_config(path), NAME, None) is None:
+    if read_field(read_config(path), NAME) is None:
         raise SpecError(
             f"{str(path)!r} is not swapped, so there is nothing to compare; `attnzoo recover` and "
             "`attnzoo swap` write swapped models"

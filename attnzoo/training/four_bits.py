@@ -15,6 +15,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from attnzoo.errors import UnsupportedError
 from attnzoo.evaluation.memory_4bit import quantizable_layers
+from attnzoo.hf.configs import read_field
 
 COMPUTE_DTYPE = torch.bfloat16
 
@@ -61,7 +62,7 @@ def config_of_4_bits(model: PreTrainedModel) -> BitsAndBytesConfig:
             saved with quantized weights.
     """
     require_bitsandbytes()
-    if getattr(model.config, "quantization_config", None) is not None:
+    if read_field(model.config, "quantization_config") is not None:
         raise UnsupportedError(
             "The saved model is quantized already; leave load_in_4bit out, or give the model "
             "that it was made from"

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.data import load_tokenizer
 from attnzoo.evaluation.models import require_causal
+from attnzoo.hf.configs import read_field
 from attnzoo.hf.names import NAME
 from attnzoo.hf.saving.files import read_config
 from attnzoo.hf.swap.backends import extras_are_new
@@ -102,7 +103,7 @@ def load_model(
             model is quantized.
     """
     config = read_config(path)
-    swapped = getattr(config, NAME, None) is not None
+    swapped = read_field(config, NAME) is not None
     if swapped and spec is not None:
         raise SpecError(
             f"{str(path)!r} is already swapped; give the original model, whose attention is to be "

@@ -23,6 +23,7 @@ from attnzoo.evaluation.data import load_tokenizer
 from attnzoo.evaluation.embeddings import Texts
 from attnzoo.evaluation.margins import mean_of, paired
 from attnzoo.evaluation.quality import contributions, require_finite
+from attnzoo.hf.configs import read_field
 from attnzoo.hf.saving.files import read_config
 from attnzoo.training.data import IGNORE_INDEX
 from attnzoo.training.encoder import EncoderRun
@@ -201,7 +202,7 @@ class MaskedRun(EncoderRun):
             mask_token=tokenizer.mask_token_id,
             kept=tuple(tokenizer.all_special_ids),
             vocab_size=found.get_text_config().vocab_size,
-            probability=getattr(config, "mlm_probability", None) or 0.15,
+            probability=read_field(config, "mlm_probability") or 0.15,
             seed=config.loop.seed,
         )
         return train, held_out

@@ -121,7 +121,8 @@ def with_original_continuations(
 
 def widest_window(model: nn.Module) -> int:
     """Return the widest window of the swapped layers in tokens; 32 if no layer has one."""
-    windows = [getattr(b.config, "window", None) for b in swapped_layers(model).values()]
+    backends = swapped_layers(model).values()
+    windows = [getattr(backend.config, "window", None) for backend in backends]
     return max((w for w in windows if isinstance(w, int)), default=CONTROL)
 
 

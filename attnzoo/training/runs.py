@@ -23,6 +23,7 @@ from attnzoo.evaluation.equal_memory import EqualWindow
 from attnzoo.evaluation.kernel_checks import check_model_kernels
 from attnzoo.evaluation.quality import NonFiniteError
 from attnzoo.hf.adapters.lora import add_adapters, with_adapters
+from attnzoo.hf.configs import read_field
 from attnzoo.hf.context_parallel import check_model
 from attnzoo.hf.names import NAME
 from attnzoo.hf.saving.dtype import round_weights, saved_dtype
@@ -157,7 +158,7 @@ class Run:
         self._set_mesh(loop.cp_size)
         self.provenance = {
             "model": self._fingerprint(weights),
-            "spec": getattr(self.model.config, NAME, None),
+            "spec": read_field(self.model.config, NAME),
             "config": json.loads(json.dumps(asdict(config))),  # as in the file of results
             "data": train.fingerprint,
             "held_out": self.held_out.fingerprint,

@@ -27,6 +27,7 @@ from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.data import load_tokenizer
 from attnzoo.evaluation.equal_memory import EqualWindow
 from attnzoo.hf import seam
+from attnzoo.hf.configs import read_field
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.models.speed_up import speed_up
 from attnzoo.hf.names import NAME
@@ -170,7 +171,7 @@ def require_pair(student: Path, teacher: Path) -> None:
     """
     one, other = read_config(student), read_config(teacher)
     for path, config in ((student, one), (teacher, other)):
-        if getattr(config, NAME, None) is not None:
+        if read_field(config, NAME) is not None:
             raise SpecError(
                 f"{str(path)!r} is a swap of attnzoo, and --teacher trains students of stock "
                 "classes; `attnzoo recover DIR --attention ...` recovers a swap, which is its own "
@@ -219,7 +220,7 @@ def equal_window(config: Any, length: int, itemsize: int) -> EqualWindow:
         itemsize: Bytes of a number of the weights' data type.
     """
     state = CLASSES[config.model_type].state_bytes(config, itemsize)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = read_field(config, "head_dim") or config.hidden_size // config.num_attention_heads
     token = itemsize * 2 * config.num_key_value_heads * head_dim
     fits = state // token
     numbers = recurrent_numbers(config)

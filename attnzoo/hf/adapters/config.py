@@ -17,6 +17,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from attnzoo.errors import SpecError, UnsupportedError
 from attnzoo.hf import seam
+from attnzoo.hf.configs import read_field
 from attnzoo.hf.layers import unwrap_model
 from attnzoo.hf.names import NAME
 from attnzoo.spec import AttentionSpec
@@ -31,7 +32,7 @@ def current_swap(model: nn.Module) -> dict[str, Any] | None:
 
 
 def _config_swap(config: Any) -> dict[str, Any] | None:
-    spec: dict[str, Any] | None = getattr(config, NAME, None)
+    spec: dict[str, Any] | None = read_field(config, NAME)
     if spec is not None and config._attn_implementation == NAME:
         return spec
     found = {key: _config_swap(inner) for key, inner in seam.sub_configs(config).items()}

@@ -19,6 +19,7 @@ from torch import nn
 from attnzoo.contract.backend import AttentionBackend
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf.adapters.config import check_swap, current_swap, download_options, record_swap
+from attnzoo.hf.configs import has_field
 from attnzoo.hf.names import LOADED, NAME
 from attnzoo.hf.swap.convert import swap
 from attnzoo.registry import build_backend
@@ -69,8 +70,8 @@ def prepare_adapter(model: nn.Module, config: Any) -> None:
     if LOADED in vars(config):
         check_swap(model, vars(config).get(NAME))
         return
-    record_swap(model, config)
     _train_extras(model, config)
+    record_swap(model, config)
 
 
 def apply_swap(model: nn.Module, config: Any) -> None:
@@ -163,7 +164,7 @@ def _train_extras(model: nn.Module, config: Any) -> None:
     backends = [(name, _original(module)) for name, _, module in _backends(model)]
     if not any(_changes_in_training(backend) for _, backend in backends):
         return
-    if not hasattr(config, "modules_to_save"):
+    if not has_field(config, "modules_to_save"):
         trained = [name for name, x in backends if any(p.requires_grad for p in x.parameters())]
         if trained:
             raise UnsupportedError(

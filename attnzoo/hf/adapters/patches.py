@@ -82,9 +82,11 @@ def patch_tuners(tuners_utils: Any) -> None:
         self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
     ) -> None:
         from attnzoo.hf.adapters import extras
+        from attnzoo.hf.unchanged import unchanged_on_error
 
         extras.prepare_adapter(model, self.peft_config[adapter_name])
-        inject_adapter(self, model, adapter_name, *args, **kwargs)
+        with unchanged_on_error(model):
+            inject_adapter(self, model, adapter_name, *args, **kwargs)
 
     @wraps(merge_adapter)
     def merge_active_adapter(

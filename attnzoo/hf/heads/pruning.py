@@ -29,6 +29,7 @@ from transformers.pytorch_utils import Conv1D
 from attnzoo.contract.backend import AttentionBackend
 from attnzoo.contract.config import Geometry
 from attnzoo.errors import SpecError, UnsupportedError, short_repr
+from attnzoo.hf.configs import read_field
 from attnzoo.hf.heads.projections import (
     HEAD_COUNTS,
     KEY_HEAD_COUNTS,
@@ -41,6 +42,7 @@ from attnzoo.hf.heads.projections import (
 )
 from attnzoo.hf.layers import AttentionLayer, attention_layers, unwrap_model
 from attnzoo.hf.names import NAME, PRUNED
+from attnzoo.hf.unchanged import unchanged_on_error
 from attnzoo.registry import build_backend
 
 RIDGE = 1e-2  # lambda of the refit, relative to the mean square of the features
@@ -96,10 +98,11 @@ def prune_heads(
     for key, numbers in heads.items():
         layer = _find_layer(layers, key)
         requested.setdefault(layer.name, set()).update(numbers)
-    _prune(target, layers, requested)
-    recorded = {layer.name: _pruned(layer) for layer in layers if _KEPT in vars(layer.module)}
-    if recorded:
-        setattr(target.config, PRUNED, recorded)
+    with unchanged_on_error(target):
+        _prune(target, layers, requested)
+        recorded = {layer.name: _pruned(layer) for layer in layers if _KEPT in vars(layer.module)}
+        if recorded:
+            setattr(target.config, PRUNED, recorded)
     return model
 
 
@@ -149,7 +152,7 @@ def prune_when_built(model: PreTrainedModel) -> None:
     Raises:
         SpecError: The record does not fit the model.
     """
-    recorded: Any = getattr(model.config, PRUNED, None)
+    recorded: Any = read_field(model.config, PRUNED)
     if recorded is None:
         return
     plain = isinstance(recorded, Mapping) and all(

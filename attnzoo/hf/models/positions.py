@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +11,11 @@ from transformers import PreTrainedModel
 
 from attnzoo.errors import SpecError, UnsupportedError, did_you_mean
 from attnzoo.hf.attention.call import layer_backend
+from attnzoo.hf.configs import has_field, read_field
 from attnzoo.hf.layers import attention_layers, has_position_bias, unwrap_model
+from attnzoo.hf.unchanged import unchanged_on_error
 
 TABLE_METHODS = ("copy", "interpolate")
-ROTARY_METHODS = ("yarn", "linear", "dynamic")  # names of transformers; the first is the default
 _TABLE_NAMES = ("position_embeddings", "position_embedding", "embed_positions", "wpe")
 _ALIBI = {
     "bloom": None,
@@ -28,7 +28,7 @@ class Extension:
     """The change that :func:`extend_positions` made to a model.
 
     Attributes:
-        kind: ``"learned"``, ``"sinusoidal"``, ``"rotary"``, ``"relative"`` or ``"alibi"``.
+        kind: ``"learned"``, ``"sinusoidal"``, ``"relative"`` or ``"alibi"``.
         before: Maximum length before, in tokens; ``None`` if it was unlimited.
         after: Requested maximum length, in tokens.
         method: The method; ``"none"`` if the positions needed no change.
@@ -48,16 +48,15 @@ def extend_positions(model: nn.Module, length: int, *, method: str | None = None
     - Learned position embeddings (BERT, GPT-2, OPT, RoBERTa): ``"copy"`` repeats the table, as
       Longformer does (arXiv:2004.05150, section 5), which keeps the differences between
       neighbouring positions; ``"interpolate"`` stretches it. Rows for padding are kept.
-    - Rotary positions: the scaling of transformers, written to ``config.rope_parameters``:
-      ``"yarn"`` (arXiv:2309.00071), ``"dynamic"`` (NTK-aware), ``"linear"`` (arXiv:2306.15595).
     - Sinusoidal position embeddings are computed for the new length.
     - ALiBi and T5's relative bias are unlimited: at most a limit in the config changes.
+
+    Rotary positions are refused: transformers scales them by ``config.rope_parameters``.
 
     Args:
         model: A transformers model, or a wrapper around one; swapped or not.
         length: The new maximum length in tokens, greater than the current one.
-        method: One of the above; the default is ``"copy"`` for learned and ``"yarn"`` for rotary
-            positions.
+        method: One of the above; the default is ``"copy"`` for learned positions.
 
     Raises:
         SpecError: The length or the method is invalid for this model.
@@ -75,11 +74,20 @@ def extend_positions(model: nn.Module, length: int, *, method: str | None = None
     if not isinstance(length, int) or isinstance(length, bool) or length < 1:
         raise SpecError(f"length must be a number of tokens, got {length!r}")
     _refuse_fixed_projections(target)
+    with unchanged_on_error(target):
+        return _extend(target, length, method)
+
+
+def _extend(target: PreTrainedModel, length: int, method: str | None) -> Extension:
     tables = _tables(target)
     if tables:
         return _extend_tables(target, tables, length, method)
-    if getattr(target.config.get_text_config(), "rope_parameters", None):
-        return _extend_rotary(target, length, method)
+    if read_field(target.config.get_text_config(), "rope_parameters"):
+        raise UnsupportedError(
+            f"{type(target).__name__} has rotary positions, which transformers scales: set "
+            "config.rope_parameters (and config.max_position_embeddings) before the model is "
+            "loaded, as docs/positions.md shows"
+        )
     return _extend_unlimited(target, length, method)
 
 
@@ -134,7 +142,7 @@ class _Table:
 def _tables(model: PreTrainedModel) -> list[_Table]:
     """Return the embeddings with a row for each position of the config."""
     config = model.config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = read_field(config, "max_position_embeddings")
     tables = []
     for owner in model.modules():
         for name, table in owner.named_children():
@@ -222,51 +230,6 @@ def sinusoidal(count: int, like: Tensor) -> Tensor:
     return rows
 
 
-# -- rotary positions ----------------------------------------------------------------------------
-
-
-def _extend_rotary(model: PreTrainedModel, length: int, method: str | None) -> Extension:
-    """Write the scaling to the config, and rebuild the rotary embeddings."""
-    method = _check_method(method, ROTARY_METHODS, "rotary")
-    config = model.config.get_text_config()
-    parameters: dict[str, Any] = dict(config.rope_parameters)
-    if "rope_type" not in parameters:
-        raise UnsupportedError(
-            f"{type(model).__name__} has different rotary positions per layer type "
-            f"({', '.join(parameters)}), and it is unknown which of them to scale; set "
-            "config.rope_parameters before the model is loaded"
-        )
-    if parameters["rope_type"] != "default":
-        raise UnsupportedError(
-            f"The model's rotary positions are scaled already (rope_type "
-            f"{parameters['rope_type']!r}), and scaling them twice is not supported. Load the "
-            "model with its original config and extend that"
-        )
-    before = config.max_position_embeddings
-    _check_length(length, before)
-    embeddings = [
-        (owner, name, module)
-        for owner in model.modules()
-        for name, module in owner.named_children()
-        if hasattr(module, "inv_freq") and hasattr(module, "rope_type")
-    ]
-    if not embeddings:
-        raise UnsupportedError(
-            f"{type(model).__name__} has no rotary embedding module with inv_freq; set "
-            "config.rope_parameters before the model is loaded"
-        )
-    parameters |= {"rope_type": method, "factor": length / before}
-    if method == "yarn":
-        parameters["original_max_position_embeddings"] = before
-    config.rope_parameters = parameters
-    if method != "dynamic":  # dynamic scaling reads the training length from the config
-        config.max_position_embeddings = length
-    for owner, name, module in embeddings:
-        rebuilt: nn.Module = type(module)(config)
-        setattr(owner, name, rebuilt.to(next(module.buffers()).device))
-    return Extension(kind="rotary", before=before, after=length, method=method)
-
-
 # -- unlimited positions -------------------------------------------------------------------------
 
 
@@ -274,8 +237,8 @@ def _extend_unlimited(model: PreTrainedModel, length: int, method: str | None) -
     """Raise the limit of ALiBi or relative positions in the config, if there is one."""
     config = model.config.get_text_config()
     kind = config.model_type
-    alibi = kind in _ALIBI or bool(getattr(config, "alibi", False))
-    relative = hasattr(config, "relative_attention_num_buckets") or any(
+    alibi = kind in _ALIBI or bool(read_field(config, "alibi"))
+    relative = has_field(config, "relative_attention_num_buckets") or any(
         has_position_bias(layer.module, cross_attention=False) for layer in attention_layers(model)
     )
     if not alibi and not relative:
@@ -291,7 +254,7 @@ def _extend_unlimited(model: PreTrainedModel, length: int, method: str | None) -
             "leave method out"
         )
     limit = _ALIBI.get(kind)
-    before = getattr(config, limit, None) if limit else None
+    before = read_field(config, limit) if limit else None
     if limit and before is not None and before < length:
         setattr(config, limit, length)
     return Extension(

@@ -36,6 +36,7 @@ from attnzoo.hf import seam
 from attnzoo.hf.attention.call import ForwardArguments
 from attnzoo.hf.layers import unwrap_model
 from attnzoo.hf.release_check import require_working_release
+from attnzoo.hf.unchanged import unchanged_on_error
 from attnzoo.ops.convolution import causal_convolution
 from attnzoo.ops.delta.api import delta_attention
 from attnzoo.ops.linear.api import linear_attention
@@ -91,8 +92,9 @@ def speed_up(model: M) -> M:
         raise SpecError(
             f"{type(model).__name__} is not a transformers model; speed_up takes a PreTrainedModel"
         )
-    if not _replace_layers(target):
-        raise SpecError(_no_layer(target))
+    with unchanged_on_error(target):
+        if not _replace_layers(target):
+            raise SpecError(_no_layer(target))
     return model
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from attnzoo.errors import CheckpointMismatchError, SpecError, SwapWarning
+from attnzoo.hf.configs import read_field
 from attnzoo.hf.names import ARCHITECTURE_PREFIX, NAME, TYPE_PREFIX
 
 
@@ -21,10 +22,10 @@ def saved_implementation(config: Any) -> str | dict[str, Any] | None:
     If only parts of a composite model run a swap, it is a mapping from sub-configs to
     implementations, the form that ``from_pretrained`` accepts.
     """
-    own = getattr(config, NAME, None) is not None and config._attn_implementation == NAME
+    own = read_field(config, NAME) is not None and config._attn_implementation == NAME
     parts: dict[str, Any] = {}
-    for key in getattr(config, "sub_configs", {}):
-        part = getattr(config, key, None)
+    for key in read_field(config, "sub_configs", {}):
+        part = read_field(config, key)
         if part is not None:
             parts[key] = saved_implementation(part) or (own and part._attn_implementation)
     parts = {key: value for key, value in parts.items() if value}
@@ -78,9 +79,9 @@ def is_saved_swap(config: Any) -> bool:
     The config itself may have lost its ``attn_implementation``: ``transformers serve`` passes
     ``attn_implementation=None`` to ``from_pretrained``, which replaces that of the file.
     """
-    names = getattr(config, "architectures", None) or ()
+    names = read_field(config, "architectures") or ()
     has_prefix = any(str(name).startswith(ARCHITECTURE_PREFIX) for name in names)
-    return has_prefix and getattr(config, NAME, None) is not None
+    return has_prefix and read_field(config, NAME) is not None
 
 
 def stock_class_name(architecture: Any) -> str:
@@ -112,8 +113,8 @@ def without_disabled_extras(model: Any) -> Iterator[None]:
 def _runs_without_spec(model: Any) -> bool:
     """Return whether a model runs a swap that neither its config nor those of its parts have."""
     config = model.config
-    parts = [getattr(config, key, None) for key in getattr(config, "sub_configs", {})]
-    has_spec = any(getattr(x, NAME, None) is not None for x in (config, *parts))
+    parts = [read_field(config, key) for key in read_field(config, "sub_configs", {})]
+    has_spec = any(read_field(x, NAME) is not None for x in (config, *parts))
     runs = config._attn_implementation == NAME
     return runs and not has_spec and any(NAME in x._modules for x in model.modules())
 
@@ -123,7 +124,7 @@ def _disabled_extras(model: Any) -> Iterator[str]:
     saved = {
         layer
         for inner in model.modules()
-        if getattr(config := vars(inner).get("config"), NAME, None) is not None
+        if read_field(config := vars(inner).get("config"), NAME) is not None
         and config._attn_implementation == NAME
         for layer in inner.modules()
     }

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from attnzoo.hf.configs import read_field
 from attnzoo.hf.saving.files import read_config
 from attnzoo.hf.seam import names_kept_in_float32
 
@@ -26,7 +27,7 @@ def saved_dtype(path: Path) -> torch.dtype:
     Raises:
         SpecError: ``path`` holds no saved model.
     """
-    dtype = getattr(read_config(path).get_text_config(), "dtype", None)
+    dtype = read_field(read_config(path).get_text_config(), "dtype")
     if isinstance(dtype, torch.dtype):
         return dtype
     for file in sorted(path.glob("*.safetensors")):

@@ -13,6 +13,7 @@ import transformers
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel
 
 from attnzoo.errors import AttnzooError, SpecError
+from attnzoo.hf.configs import read_field
 from attnzoo.hf.names import NAME
 from attnzoo.hf.saving.companions import copy_companions
 from attnzoo.spec import AttentionSpec
@@ -47,7 +48,7 @@ def has_swap(path: Any, config: Any = None) -> bool:
     """Return whether a saved model is loaded with a swap, from ``config`` or its config.json."""
     if config is None and isinstance(path, str | Path) and (Path(path) / "config.json").is_file():
         config = AutoConfig.from_pretrained(path)
-    return getattr(config, NAME, None) is not None
+    return read_field(config, NAME) is not None
 
 
 def model_class(config: Any, path: Path) -> type[PreTrainedModel]:
@@ -56,7 +57,7 @@ def model_class(config: Any, path: Path) -> type[PreTrainedModel]:
     Raises:
         SpecError: The config names no class, or none of transformers.
     """
-    names = getattr(config, "architectures", None) or []
+    names = read_field(config, "architectures") or []
     cls = getattr(transformers, str(names[0]), None) if names else None
     if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):  # untrusted
         raise SpecError(

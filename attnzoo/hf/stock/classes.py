@@ -105,6 +105,7 @@ STOCK_CLASSES = {
         ),
         StockClass(family="gemma2", windows=Windows.SOME),
         StockClass(family="gemma3_text", windows=Windows.SAME),
+        StockClass(family="gemma4_text", windows=Windows.SAME),
         StockClass(family="gpt_oss", windows=Windows.SOME),
         StockClass(family="olmo3", windows=Windows.SAME),
         StockClass(family="cohere2", windows=Windows.SAME),

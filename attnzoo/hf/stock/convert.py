@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from attnzoo.errors import SpecError, UnsupportedError, did_you_mean
 from attnzoo.hf import seam
+from attnzoo.hf.configs import has_field, read_field
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.names import NAME, PRUNED
 from attnzoo.hf.saving.files import model_class, read_config, require_new_folder, save_copy
@@ -37,6 +38,7 @@ from attnzoo.hf.stock.recurrent import (
 from attnzoo.hf.stock.tokens import require_same_tokens
 from attnzoo.hf.stock.weights import other_config, other_weights
 from attnzoo.hf.swap.convert import original_attention, swap
+from attnzoo.hf.unchanged import unchanged_on_error
 from attnzoo.spec import AttentionSpec
 
 CHECKED_TOKENS = 16
@@ -70,15 +72,21 @@ def convert(
     Raises:
         UnsupportedError: The class cannot hold the attention of a layer or the weights, or has no
             recurrent layers. The message names a class that can, if there is one.
-        SpecError: ``to`` is no family, or the model is quantized or has pruned heads.
+        SpecError: ``to`` is no family, or the model is quantized or has pruned heads. After any
+            error the model is as it was, not swapped to ``plan``.
 
     Example:
         >>> model = attnzoo.swap(model, "flash", layers={"0-1": "flash:window=64"})
         >>> attnzoo.convert(model, "qwen2").config.layer_types[:3]
         ['sliding_attention', 'sliding_attention', 'full_attention']
     """
-    if plan is not None:
-        swap(model, plan)
+    with unchanged_on_error(model):
+        if plan is not None:
+            swap(model, plan)
+        return _convert(model, to, recurrent)
+
+
+def _convert(model: PreTrainedModel, to: str, recurrent: str | None) -> PreTrainedModel:
     _check(model, to)
     windows = layer_windows(model)
     family = model.config.model_type
@@ -144,7 +152,7 @@ def convert_files(
     """
     require_new_folder(out)
     config = read_config(path)
-    if plan is not None and getattr(config, NAME, None) is not None:
+    if plan is not None and read_field(config, NAME) is not None:
         raise SpecError(
             f"{str(path)!r} holds a swapped model, which has its own plan in config.json; leave "
             "--plan out, or give the original model"
@@ -176,9 +184,9 @@ def _check(model: PreTrainedModel, to: str) -> None:
             f"No model class of transformers is called {to!r}.{did_you_mean(to, known)} Classes "
             f"for this {model.config.model_type}: {', '.join(names)}"
         )
-    if getattr(model.config, "quantization_config", None) is not None:
+    if read_field(model.config, "quantization_config") is not None:
         raise SpecError("The model is quantized; convert it before it is quantized")
-    if getattr(model.config, PRUNED, None):
+    if read_field(model.config, PRUNED):
         raise SpecError(
             "The model has pruned heads, for which no stock class has a form; convert a model with "
             "all heads"
@@ -242,6 +250,8 @@ def _window_reason(target: StockClass, model: PreTrainedModel, windows: list[int
     if same and windows == own:  # whatever the class has: it does not change
         return ""
     if sizes and target.windows is Windows.NONE:
+        if any(x is not None for x in own) and target.family not in STOCK_CLASSES:
+            return "attnzoo does not know which windows it can have, other than the model's own"
         return "its layers have no windows"
     if not sizes and not same and target.needs_windows:
         return "it is for models with windows, and this one has none"
@@ -279,9 +289,9 @@ def _set_windows(config: Any, target: StockClass, windows: list[int | None]) -> 
     config.layer_types = ["full_attention" if x is None else "sliding_attention" for x in windows]
     if size is not None:
         config.sliding_window = size
-    if hasattr(config, "use_sliding_window"):
+    if has_field(config, "use_sliding_window"):
         config.use_sliding_window = size is not None
-    if hasattr(config, "max_window_layers"):  # of older readers; vLLM refuses what it cannot run
+    if has_field(config, "max_window_layers"):  # of older readers; vLLM refuses what it cannot run
         config.max_window_layers = next(
             (i for i, x in enumerate(windows) if x is not None), len(windows)
         )

@@ -43,6 +43,7 @@ from torch import Tensor
 
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf import seam
+from attnzoo.hf.configs import read_field
 from attnzoo.hf.stock.layer_inputs import LayerInputs
 from attnzoo.hf.stock.starting_values import (
     SIGNS,
@@ -72,7 +73,7 @@ def config_fields(source: Any, recurrent: Sequence[int]) -> dict[str, Any]:
             transformers computes recurrent layers otherwise than engines.
     """
     heads, dim = source.num_attention_heads, _head_dim(source)
-    if getattr(source, "mlp_bias", False):
+    if read_field(source, "mlp_bias", False):
         raise UnsupportedError(
             f"This {source.model_type} has mlp_bias, which {FAMILY} has not; convert it to "
             "granite_swa"
@@ -91,7 +92,7 @@ def config_fields(source: Any, recurrent: Sequence[int]) -> dict[str, Any]:
         )
     multipliers = ("embedding_multiplier", "logits_scaling", "residual_multiplier")
     return dict.fromkeys(multipliers, 1.0) | {
-        "attention_bias": bool(getattr(source, "attention_bias", False)),
+        "attention_bias": bool(read_field(source, "attention_bias", False)),
         "attention_multiplier": dim**-0.5,
         "layer_types": layer_kinds(source, recurrent),
         "mamba_chunk_size": CHUNK,
@@ -111,7 +112,7 @@ def config_fields(source: Any, recurrent: Sequence[int]) -> dict[str, Any]:
 
 
 def _head_dim(source: Any) -> int:
-    size = getattr(source, "head_dim", None)
+    size = read_field(source, "head_dim")
     return int(size or source.hidden_size // source.num_attention_heads)
 
 

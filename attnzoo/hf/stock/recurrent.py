@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from attnzoo.errors import SpecError
+from attnzoo.hf.configs import read_field
 from attnzoo.hf.stock import gated_delta_net, mamba2
 from attnzoo.hf.stock.layer_inputs import LayerInputs, part_name
 from attnzoo.hf.stock.starting_values import RECURRENT
@@ -70,7 +71,7 @@ CLASSES = {
 
 def recurrent_numbers(config: Any) -> list[int]:
     """Return the numbers of the recurrent layers of a model of a stock class."""
-    kinds = getattr(config.get_text_config(), "layer_types", None) or []
+    kinds = read_field(config.get_text_config(), "layer_types") or []
     return [number for number, kind in enumerate(kinds) if kind == RECURRENT]
 
 

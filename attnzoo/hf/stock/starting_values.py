@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.errors import UnsupportedError
+from attnzoo.hf.configs import read_field
 from attnzoo.hf.stock.layer_inputs import LayerInputs
 
 RECURRENT = "linear_attention"  # transformers' name in layer_types
@@ -42,7 +43,7 @@ def refuse_recurrent(source: Any, family: str, recurrent: Sequence[int]) -> None
     Raises:
         UnsupportedError: The model has biases, or an activation that is not SiLU.
     """
-    if recurrent and getattr(source, "attention_bias", False):
+    if recurrent and read_field(source, "attention_bias", False):
         raise UnsupportedError(
             f"This {source.model_type} has attention_bias, which recurrent layers of {family} have "
             "not; convert it without recurrent layers"

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from attnzoo.errors import UnsupportedError
+from attnzoo.hf.configs import has_field, read_field
 from attnzoo.hf.stock.classes import Windows, stock_class
 from attnzoo.hf.stock.recurrent import CLASSES
 
@@ -47,13 +48,13 @@ def other_config(source: Any, family: str, recurrent: Sequence[int] = ()) -> Any
     Raises:
         UnsupportedError: The source has biases or positions that the class has not.
     """
-    options = {name: getattr(source, name) for name in _SHARED if hasattr(source, name)}
+    options = {name: getattr(source, name) for name in _SHARED if has_field(source, name)}
     options |= {"dtype": source.dtype, "head_dim": _head_dim(source)}
     if family in CLASSES:
         return AutoConfig.for_model(
             family, **options | CLASSES[family].config_fields(source, recurrent)
         )
-    biases = {name: bool(getattr(source, name, False)) for name in _BIASES}
+    biases = {name: bool(read_field(source, name, False)) for name in _BIASES}
     if source.model_type == "qwen2":
         biases["attention_bias"] = True
     if family == "llama" or family == "granite_swa":
@@ -84,7 +85,7 @@ def other_config(source: Any, family: str, recurrent: Sequence[int] = ()) -> Any
 
 
 def _head_dim(config: Any) -> int:
-    size = getattr(config, "head_dim", None)
+    size = read_field(config, "head_dim")
     return int(size or config.hidden_size // config.num_attention_heads)
 
 
@@ -121,7 +122,7 @@ def other_weights(state: dict[str, Tensor], family: str, config: Any) -> dict[st
         return _expert_weights(state)
     for index in range(config.num_hidden_layers):
         attention = f"model.layers.{index}.self_attn"
-        has_all = getattr(config, "attention_bias", False)
+        has_all = read_field(config, "attention_bias", False)
         for part in "qkvo" if has_all else "qkv" if family == "qwen2" else "":
             name, weight = f"{attention}.{part}_proj.bias", state[f"{attention}.{part}_proj.weight"]
             state.setdefault(name, weight.new_zeros(weight.shape[0]))

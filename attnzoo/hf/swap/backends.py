@@ -19,6 +19,7 @@ from attnzoo.contract.validation import DTYPES
 from attnzoo.errors import SpecError, UnsupportedError
 from attnzoo.hf import seam
 from attnzoo.hf.attention.call import add_hook, layer_backend
+from attnzoo.hf.configs import read_field
 from attnzoo.hf.layers import AttentionLayer, attention_layers, has_image_mask
 from attnzoo.hf.names import IN_SWAPPED, NAME, REQUESTED
 from attnzoo.hf.release_check import require_working_release
@@ -215,7 +216,7 @@ def detach(model: nn.Module) -> None:
 
 def config_spec(model: PreTrainedModel) -> Any:
     """Return the plain data of the spec in a model's config, or ``None``."""
-    return getattr(model.config, NAME, None)
+    return read_field(model.config, NAME)
 
 
 def write_config(config: Any, spec: AttentionSpec) -> None:
@@ -230,7 +231,7 @@ def write_config(config: Any, spec: AttentionSpec) -> None:
 
 def attach_when_built(model: PreTrainedModel) -> None:
     """Build and attach the backends of a config's spec; runs in the model's ``post_init``."""
-    data = getattr(model.config, NAME, None)
+    data = read_field(model.config, NAME)
     implementation = model.config._attn_implementation
     if data is None and implementation != NAME:
         return
@@ -339,7 +340,7 @@ def _enclosing_model(model: PreTrainedModel) -> PreTrainedModel | None:
             other = frame.f_locals.get("self")
             if isinstance(other, PreTrainedModel) and other is not model:
                 config = getattr(other, "config", None)
-                if getattr(config, NAME, None) is not None:
+                if read_field(config, NAME) is not None:
                     return other
         frame = frame.f_back  # type: ignore[assignment]
     return None

@@ -27,6 +27,7 @@ from attnzoo.hf.swap.backends import (
     write_config,
 )
 from attnzoo.hf.swap.extras import carry_over
+from attnzoo.hf.unchanged import unchanged_on_error
 from attnzoo.spec import AttentionSpec
 
 # Attribute of models: the implementations of all configs before the swap, in order
@@ -96,8 +97,9 @@ def swap(
     for _, _, layers, backends in swaps:
         warn_of_image_masks(target, layers, backends, strict=strict)
         carry_over(layers, backends, keep=keep_extras, strict=strict)
-    for submodel, spec, layers, backends in swaps:
-        _install(submodel, spec, layers, backends)
+    with unchanged_on_error(target):
+        for submodel, spec, layers, backends in swaps:
+            _install(submodel, spec, layers, backends)
     return model
 
 
@@ -190,9 +192,8 @@ def restore(model: nn.Module) -> None:
         'sdpa'
     """
     target = unwrap_model(model)
-    sped_up = target is not None and remove_speed_up(target)
     if target is None or not (_has_backends(target) or _runs_swap(target)):
-        if sped_up:
+        if target is not None and remove_speed_up(target):
             return
         warnings.warn(
             f"{type(model).__name__} is not swapped, so there is nothing to restore", stacklevel=2
@@ -205,13 +206,15 @@ def restore(model: nn.Module) -> None:
             "restore that model, or swap this submodel to an exact backend such as 'flash'"
         )
     original = _original_implementations(target)
-    detach(target)
-    for config, implementation in original:
-        _clear(config)
-        config._attn_implementation_internal = implementation
-    for inner in seam.pretrained_models(target):
-        vars(inner).pop(_ORIGINAL, None)
-        vars(inner).pop(IN_SWAPPED, None)
+    with unchanged_on_error(target):
+        remove_speed_up(target)
+        detach(target)
+        for config, implementation in original:
+            _clear(config)
+            config._attn_implementation_internal = implementation
+        for inner in seam.pretrained_models(target):
+            vars(inner).pop(_ORIGINAL, None)
+            vars(inner).pop(IN_SWAPPED, None)
 
 
 @contextmanager

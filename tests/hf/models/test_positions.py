@@ -7,8 +7,6 @@ from transformers import (
     BertModel,
     BloomConfig,
     BloomForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -121,38 +119,6 @@ def test_rows_before_the_first_position_stay():
     assert opt.config.max_position_embeddings == 64
 
 
-@pytest.mark.parametrize("method", ["linear", "dynamic", "yarn"])
-def test_rotary_positions_equal_those_of_a_loaded_config(method, tmp_path):
-    model = make("llama")
-    extension = attnzoo.extend_positions(model, 128, method=method)
-    assert (extension.kind, extension.before, extension.method) == ("rotary", 32, method)
-    assert model.config.rope_parameters["rope_type"] == method
-    assert model.config.rope_parameters["factor"] == 4
-    out = run(model, 100)
-    model.save_pretrained(tmp_path)
-    again = LlamaForCausalLM.from_pretrained(tmp_path).eval()
-    torch.testing.assert_close(run(again, 100), out, rtol=0, atol=1e-6)
-
-
-def test_linear_scaling_divides_positions():
-    """Token 4 n of the scaled model has the position of token n of the other one."""
-    model = make("llama")
-    rotary = model.model.rotary_emb
-    places = torch.arange(8)[None]
-    before = rotary(torch.zeros(1), places)
-    attnzoo.extend_positions(model, 128, method="linear")
-    after = model.model.rotary_emb(torch.zeros(1), 4 * places)
-    torch.testing.assert_close(after, before)
-
-
-def test_a_swapped_model_is_extended_too():
-    model = make("llama")
-    attnzoo.swap(model, "linear")
-    before = run(model, 100)
-    attnzoo.extend_positions(model, 128, method="linear")
-    assert not torch.allclose(run(model, 100), before)
-
-
 def test_models_without_a_maximum_length():
     t5 = T5EncoderModel(
         T5Config(d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2, vocab_size=99)
@@ -180,8 +146,7 @@ def test_models_without_a_maximum_length():
         ("bert", 0, None, "number of tokens"),
         ("bert", 64.0, None, "number of tokens"),
         ("bert", 64, "yarn", "Available: copy, interpolate"),
-        ("llama", 64, "copy", "Available: yarn, linear, dynamic"),
-        ("llama", 64, "yarm", "Did you mean 'yarn'"),
+        ("gpt2", 64, "copi", "Did you mean 'copy'"),
         ("roberta", 32, None, "greater than the 32 positions"),
         ("marian", 64, "copy", "Available: computed"),
     ],
@@ -196,22 +161,13 @@ def test_mistakes_change_nothing(name, length, method, message):
 
 
 def test_unsupported_models_are_refused():
-    llama = make("llama")
-    attnzoo.extend_positions(llama, 64)
-    with pytest.raises(UnsupportedError, match="scaled already"):
-        attnzoo.extend_positions(llama, 128)
+    with pytest.raises(UnsupportedError, match=r"config\.rope_parameters"):
+        attnzoo.extend_positions(make("llama"), 128)
     vit = ViTModel(
         ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
     )
     with pytest.raises(UnsupportedError, match="nothing can be extended"):
         attnzoo.extend_positions(vit, 4096)
-    gemma = Gemma3ForCausalLM(
-        Gemma3TextConfig(
-            **SMALL, intermediate_size=32, num_key_value_heads=1, head_dim=16, sliding_window=8
-        )
-    )
-    with pytest.raises(UnsupportedError, match="per layer type"):
-        attnzoo.extend_positions(gemma, 2**20)
     bert = make("bert")
     attnzoo.swap(bert, "linformer", num_rows=4)
     with pytest.raises(UnsupportedError, match="extend the model before"):

@@ -210,7 +210,7 @@ def test_biases_and_sizes_that_a_class_lacks_are_refused(changes, to, message):
     model = model_of("llama", **changes)
     with pytest.raises(UnsupportedError, match=message):
         attnzoo.convert(model, to, SOME)
-    converted = attnzoo.convert(model, "granite_swa")
+    converted = attnzoo.convert(model, "granite_swa", SOME)
     torch.testing.assert_close(logits(converted), logits(model), rtol=1e-4, atol=1e-4)
 
 
