@@ -125,7 +125,6 @@ def make_mask(
     kv_offset: int | Tensor = 0,
     mask_function: Callable[..., Any] = seam.causal_mask_function,
     attention_mask: Tensor | ModelMask | None = None,
-    local_size: int | None = None,
     use_vmap: bool = False,
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
@@ -141,7 +140,6 @@ def make_mask(
         kv_offset: Position of the first key.
         mask_function: Maps indices (batch, head, query, key) to whether the query sees the key.
         attention_mask: Padding, ``[B, S]``, true where a token is real.
-        local_size: The model's sliding window or chunk.
         use_vmap: Whether the model added its own mask function.
         device: Device of the mask tensor.
         dtype: Dtype of the mask tensor.
@@ -156,10 +154,7 @@ def make_mask(
     if isinstance(q_offset, Tensor):  # a static cache updates its counter in place
         q_offset = q_offset.clone()
     padding = _padding(attention_mask, kv_length, kv_offset)
-    if torch.compiler.is_compiling():
-        parsed = _parse_traced(mask_function, local_size, use_vmap, batch_size, q_length, device)
-    else:
-        parsed = _parse_mask_function(mask_function)
+    parsed = _parse_mask_function(mask_function)
     mask = ModelMask(
         causal=parsed.causal,
         window=parsed.window,
@@ -224,7 +219,7 @@ class ParsedMask:
 def _parse_mask_function(
     function: Callable[..., Any], parsed: ParsedMask | None = None
 ) -> ParsedMask:
-    """Parse a mask function by its name and the closure variables of its parts."""
+    """Parse a mask function by its name and the parameters of its parts."""
     parsed = parsed or ParsedMask()
     kind, value = seam.mask_parts(function)
     if kind == "causal":
@@ -243,31 +238,6 @@ def _parse_mask_function(
     elif kind != "none":
         parsed.unknown = value
     return parsed
-
-
-def _parse_traced(
-    function: Callable[..., Any],
-    local_size: int | None,
-    use_vmap: bool,
-    batch_size: int,
-    q_length: int,
-    device: torch.device | None,
-) -> ParsedMask:
-    """Parse a mask function under torch.compile, which cannot read closures.
-
-    A packed sequence begins at each token that does not see the token before it.
-    """
-    if function is seam.causal_mask_function:
-        return ParsedMask(causal=True)
-    if function is seam.bidirectional_mask_function:
-        return ParsedMask()
-    if local_size is not None or use_vmap or not function.__qualname__.startswith("and_masks"):
-        return ParsedMask(unknown="a window, chunks or the model's own function, compiled")
-    rows = torch.arange(batch_size, device=device)[:, None]
-    later = torch.arange(1, q_length, device=device)[None]
-    joined = function(rows, 0, later, later - 1)
-    first = torch.zeros(batch_size, 1, dtype=torch.long, device=device)
-    return ParsedMask(causal=True, segment_ids=torch.cat([first, (~joined).long().cumsum(1)], 1))
 
 
 def read_mask(

@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 from attnzoo.autoload import guarded, mark_patched
 from attnzoo.hf.configs import read_field
-from attnzoo.hf.names import ARCHITECTURE_PREFIX, NAME, PRUNED, RECORDING, REQUESTED, TYPE_PREFIX
+from attnzoo.hf.names import (
+    ARCHITECTURE_PREFIX,
+    MADE_FROM,
+    MASK_FACTORIES,
+    NAME,
+    PRUNED,
+    RECORDING,
+    REQUESTED,
+    TYPE_PREFIX,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -163,7 +172,11 @@ def patch_cache(cache_utils: Any) -> None:
 
 
 def patch_masks(masking_utils: Any) -> None:
-    """Register the mask function of ``"attnzoo"``; without it, causality and padding are lost."""
+    """Register the mask function of ``"attnzoo"``; without it, causality and padding are lost.
+
+    Mask functions that transformers makes keep the arguments they were made from: torch.compile
+    cannot read closures, and the name of a union of masks is no proof of its parts.
+    """
 
     def make_mask(*args: Any, **kwargs: Any) -> Any:
         from attnzoo.hf import masks
@@ -171,6 +184,21 @@ def patch_masks(masking_utils: Any) -> None:
         return masks.make_mask(*args, **kwargs)
 
     masking_utils.AttentionMaskInterface.register(NAME, make_mask)
+    if mark_patched(masking_utils):
+        for name in MASK_FACTORIES:
+            _keep_arguments(masking_utils, name)
+
+
+def _keep_arguments(masking_utils: Any, name: str) -> None:
+    make = getattr(masking_utils, name)
+
+    @wraps(make)
+    def make_with_arguments(*args: Any, **kwargs: Any) -> Any:
+        function = make(*args, **kwargs)
+        setattr(function, MADE_FROM, (*args, *kwargs.values()))
+        return function
+
+    setattr(masking_utils, name, make_with_arguments)
 
 
 def patch_models(modeling_utils: Any) -> None:

@@ -35,7 +35,7 @@ from transformers.utils.output_capturing import _active_collector as active_coll
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf.configs import read_field
-from attnzoo.hf.names import NAME, RECORDING
+from attnzoo.hf.names import MADE_FROM, NAME, RECORDING
 
 __all__ = [
     "CACHE_ARGUMENT",
@@ -133,10 +133,13 @@ PAGE_ARGUMENTS = (
 PACKING_ARGUMENTS = ("seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
 # Arguments of transformers' delta rule and convolution that do not change their results
 IGNORED_RULE_ARGUMENTS = frozenset({*IGNORED_ARGUMENTS, *PACKING_ARGUMENTS, "chunk_size"})
-# Arguments of mask functions that do not change a mask: what other implementations may skip, and
-# the config.
+# Arguments of mask functions that do not change a mask: what other implementations may skip, the
+# config, and the size of a window or chunk, which the mask function has too.
 IGNORED_MASK_ARGUMENTS = frozenset(
-    {"allow_is_causal_skip", "allow_is_bidirectional_skip", "allow_torch_fix", "config"}
+    {
+        *("allow_is_causal_skip", "allow_is_bidirectional_skip", "allow_torch_fix"),
+        *("config", "local_size"),
+    }
 )
 # Arguments of a cache layer's ``update``: those of the attention function, for paged caches
 IGNORED_UPDATE_ARGUMENTS = frozenset({"kwargs"})
@@ -244,9 +247,15 @@ def mask_parts(function: Callable[..., Any]) -> tuple[str, Any]:
         return "causal", None
     if function is bidirectional_mask_function:
         return "none", None
-    name = function.__qualname__.split(".<locals>")[0]
+    made_from = getattr(function, MADE_FROM, None)
+    if made_from is not None:
+        kind, _ = _MASK_FUNCTIONS[function.__qualname__.split(".<locals>")[0]]
+        return kind, made_from if kind == "all" else made_from[0]
+    if torch.compiler.is_compiling():  # closures cannot be read
+        return "", getattr(function, "__name__", "a function")
+    name = getattr(function, "__qualname__", "a function").split(".<locals>")[0]
     kind, variable = _MASK_FUNCTIONS.get(name, ("", ""))
-    cells = _closure(function)
+    cells = _closure(function) if kind else {}
     return (kind, cells[variable]) if variable in cells else ("", name)
 
 

@@ -354,6 +354,23 @@ def test_masks_are_read_as_sdpa_builds_them(kind, given, padded, mask_config, id
     assert torch.equal((found if found is not None else every) & every, expected & every)
 
 
+@pytest.mark.parametrize(("kind", "given"), [*KNOWN[1:6:2], UNKNOWN[0], *UNKNOWN[2:4]])
+def test_masks_are_read_alike_in_a_compiled_graph(kind, given, mask_config, ids):
+    """A union that is counted as causal would lose the blocks of images and prefixes."""
+    torch._dynamo.reset()
+
+    def read(ids: Tensor) -> tuple[Tensor, bool]:
+        given_here = {**PACKED, **given} if kind == "causal" else given  # traced in any case
+        mask = made(mask_config, kind, ids, **given_here)
+        found = mask.dense(*mask.shape[2:], ids.device)
+        every = torch.ones(mask.shape, dtype=torch.bool)
+        return (found if found is not None else every) & every, mask.function is None
+
+    found, is_known = torch.compile(read, backend="eager", fullgraph=True)(ids)
+    assert torch.equal(found, read(ids)[0])
+    assert is_known == ((kind, given) in KNOWN)
+
+
 @pytest.mark.parametrize(("kind", "given"), KNOWN)
 def test_known_masks_have_no_function(kind, given, mask_config, ids):
     assert made(mask_config, kind, ids, **given).function is None
