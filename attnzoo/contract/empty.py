@@ -52,7 +52,11 @@ def attend_to_nothing(
         state = inputs.state
     if weights is not None:
         weights = weights[:batch, :, :length, :keys]
-    return AttentionOutput(out[:batch, :, :length], state, weights, impl)
+    out = out[:batch, :, :length]
+    for x in (inputs.bias, inputs.sinks):  # those left out have gradients too
+        if x is not None and x.numel() == 0:
+            out = out + x.sum().to(out.dtype)
+    return AttentionOutput(out, state, weights, impl)
 
 
 def _fill_mask(mask: AttentionMask, k: Tensor, rows: int, tokens: int) -> AttentionMask:

@@ -315,9 +315,19 @@ def is_empty_call(q: Tensor, k: Tensor) -> bool:
     return 0 in (q.shape[0], q.shape[2], k.shape[2])
 
 
-def empty_output(q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor) -> Tensor:
-    """Return the output of an empty call: zeros, ``[B, H, T, E]``, whose gradients are zeros."""
-    total = torch.stack([x[:0].sum().to(v.dtype) for x in (q, k, v, *parameters)]).sum()
+def empty_output(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> Tensor:
+    """Return the output of an empty call: zeros, ``[B, H, T, E]``.
+
+    The gradients of all inputs are zeros, not missing: data-parallel training waits for each.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        others: All other inputs that have gradients in a call with tokens.
+    """
+    inputs = [torch.atleast_1d(x) for x in (q, k, v, *others) if x is not None]
+    total = torch.stack([x[:0].sum().to(v.dtype) for x in inputs]).sum()
     return v.new_zeros(*q.shape[:3], v.shape[3]) + total
 
 

@@ -46,6 +46,20 @@ def check_reverse_mode(op: str, *tensors: Tensor | None, instead: str = "impl='r
         )
 
 
+def check_not_mapped(op: str, *tensors: Tensor | None, instead: str = "impl='reference'") -> None:
+    """Raise ``UnsupportedError`` under torch.vmap, which maps no ``autograd.Function`` of ours.
+
+    Arguments as in :func:`check_reverse_mode`.
+    """
+    if torch.compiler.is_compiling() or not is_transformed():
+        return
+    if any(_is_mapped(x) for x in tensors if x is not None):
+        raise UnsupportedError(
+            f"This implementation of {op} does not support torch.vmap; make the mapped dimension "
+            f"a part of the batch, or use {instead}."
+        )
+
+
 def is_transformed() -> bool:
     """Return whether forward-mode differentiation or a transform of torch.func is active."""
     return forward_ad._current_level >= 0 or (
@@ -69,6 +83,16 @@ def is_plain_call(*tensors: Tensor | None) -> bool:
 
 def _has_tangent(x: Tensor) -> bool:
     return forward_ad.unpack_dual(x).tangent is not None
+
+
+def _is_mapped(x: Tensor) -> bool:
+    """Return whether torch.vmap maps ``x``."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_batchedtensor(x):
+            return True
+        x = functorch.get_unwrapped(x)
+    return False
 
 
 def _is_differentiated_by_func(x: Tensor) -> bool:

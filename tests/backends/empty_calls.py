@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 
+from attnzoo.backends.gates.base import GATES
+from attnzoo.contract.backend import AttentionBackend
 from attnzoo.contract.config import Geometry
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
+from attnzoo.ops.features.functional import LEARNED
 from attnzoo.ops.linear.api import linear_attention
 from attnzoo.ops.linear.cpu.linear import cpp_reasons
 from attnzoo.ops.lsh.api import lsh_attention, shared_qk_attention
@@ -27,6 +30,7 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("flash", {"window": 4}),
     ("longformer", {"window": 4}),
     ("longformer", {"window": 4, "num_global": 2}),
+    ("longformer", {"window": 4, "num_global": 2, "global_projections": True}),
     ("linformer", {}),
     ("linformer", {"block": 8}),
     ("block_sparse", {}),
@@ -44,8 +48,13 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("linear", {"impl": "reference"}),
     ("gated_linear", {}),
     ("gated_linear", {"window": 4}),
+    *(("gated_linear", {"gate": gate}) for gate in GATES),
+    *(("linear", {"feature_map": name}) for name in LEARNED if name != "learned_linear"),
+    ("linear", {"feature_map": "learned_linear", "normalize": False}),
+    *(("linear", {"feature_map": name, "window": 4}) for name in ("hedgehog", "t2r")),
     ("delta", {}),
     ("delta", {"window": 4}),
+    ("delta", {"short_convolution": 3}),
 )
 
 
@@ -70,6 +79,18 @@ def check_gradients(out: torch.Tensor, inputs: list[torch.Tensor]) -> None:
     assert all(x.grad is not None and x.grad.shape == x.shape for x in inputs)
 
 
+def gradients(backend: AttentionBackend) -> dict[str, torch.Tensor]:
+    return {name: x.grad for name, x in backend.named_parameters() if x.grad is not None}
+
+
+def gradients_of(backend: AttentionBackend, batch: int, length: int, causal: bool) -> list[str]:
+    """Return the names of the parameters to which a call with tokens gives a gradient."""
+    backend.zero_grad()
+    hidden, mask = torch.randn(batch, length, 16), AttentionMask(causal=causal)
+    backend(*tensors(batch, length), mask=mask, hidden_states=hidden).out.sum().backward()
+    return list(gradients(backend))
+
+
 def call_backend(name: str, options: dict[str, Any], causal: bool, batch: int, length: int) -> None:
     geometry = Geometry(
         num_heads=HEADS,
@@ -81,15 +102,26 @@ def call_backend(name: str, options: dict[str, Any], causal: bool, batch: int, l
         max_length=128,
     )
     backend = build_backend(name, options, geometry)
+    trained = set(gradients_of(backend, 2, 9, causal))
+    if batch == length == 0:
+        assert trained == set(gradients_of(backend, 2, 1, causal)), "one token"
     hidden = torch.randn(batch, length, 16)
     for mask in masks(batch, length, causal):
+        backend.zero_grad()
         inputs = tensors(batch, length)
-        check_gradients(backend(*inputs, mask=mask, hidden_states=hidden).out, inputs)
-        for parameter in backend.parameters():
-            assert parameter.grad is None or not parameter.grad.any()
-    weights = backend(*tensors(batch, length), hidden_states=hidden, return_weights=True).weights
-    assert weights is not None
-    assert weights.shape == (batch, HEADS, length, length)
+        if backend.layer_capabilities().additive_bias:
+            inputs.append(torch.randn(batch, HEADS, length, length, requires_grad=True))
+        bias = {"bias": inputs[3]} if inputs[3:] else {}
+        check_gradients(backend(*inputs[:3], mask=mask, hidden_states=hidden, **bias).out, inputs)
+        found = gradients(backend)
+        assert set(found) == trained  # data-parallel training waits for those of other ranks
+        assert not any(gradient.any() for gradient in found.values())
+    no_matrix = options.get("gate") in ("matrix", "mamba"), "short_convolution" in options
+    if not any(no_matrix) and not options.get("global_projections"):
+        call = {"hidden_states": hidden, "return_weights": True}
+        weights = backend(*tensors(batch, length), **call).weights
+        assert weights is not None
+        assert weights.shape == (batch, HEADS, length, length)
     if not (backend.capabilities.recurrent and causal):
         return
     with torch.no_grad():
@@ -131,7 +163,7 @@ def call_ops(causal: bool, batch: int, length: int) -> None:
 
 
 def main() -> None:
-    for (batch, length), causal in product([(0, 70), (0, 1), (2, 0), (0, 0)], [True, False]):
+    for (batch, length), causal in product([(0, 20), (0, 1), (2, 0), (0, 0)], [True, False]):
         print(f"ops {batch=} {length=} {causal=}", flush=True)
         call_ops(causal, batch, length)
         for name, options in CASES:

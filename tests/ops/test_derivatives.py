@@ -21,6 +21,7 @@ from attnzoo.ops.hybrid.api import LinearBranch
 from attnzoo.ops.linear.context_parallel import decayed_sums
 from attnzoo.ops.linear.cpu.call import LINEAR
 from attnzoo.runtime import cpp
+from tests.ops import table
 
 LENGTH, SIZE = 20, 4
 STEP = 1e-6  # of the central differences in float64
@@ -308,3 +309,26 @@ def test_transforms_of_torch_func_are_refused(compiled):
     if not compiled:
         with pytest.raises(UnsupportedError, match=r"torch\.func"):
             torch.func.grad(lambda q: lsh(q, q, q, impl="torch").sum())(q)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of custom operators
+@pytest.mark.parametrize("name", table.CASES)
+def test_vmap_is_right_or_refused_by_name(name):
+    case = table.CASES[name]
+    for options in table.calls(case, 1, 20, 20):
+        if options["impl"] == "triton":
+            continue
+
+        def run(*inputs, options=options):
+            return case.run(*inputs, **options).out
+
+        inputs = [x.detach().double() for x in table.tensors(case, 1, 20, 20)]
+        pairs = [torch.stack([x, 2 * x]) for x in inputs]
+        try:
+            expected = torch.stack([run(*(x[i] for x in pairs)) for i in range(2)])
+            found = torch.vmap(run)(*pairs)
+        except UnsupportedError as error:
+            if not str(error).startswith(("impl=", "This implementation of")):
+                raise
+            continue
+        torch.testing.assert_close(found, expected)

@@ -4,11 +4,13 @@ from functools import partial
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnzoo import ops
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.ops.hybrid.state import LinearBranch
 from tests.helpers import by_sequence
+from tests.ops import table
 
 B, H, HKV, T, D = 2, 4, 2, 70, 16
 CAUSAL = AttentionMask(causal=True)
@@ -105,3 +107,48 @@ def test_sdpa_with_a_key_of_another_dtype_under_autocast(dtype, expected):
     q, k, v = torch.randn(3, B, H, T, D)
     with torch.autocast("cpu", torch.bfloat16):
         assert ops.flash_attention(q, k.to(dtype), v, impl="sdpa").out.dtype == expected
+
+
+# -- what implementations compute in -------------------------------------------------------------
+
+ARITHMETIC = {
+    *("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "neg", "addcmul", "addcmul_"),
+    *("bmm", "mm", "addmm", "baddbmm", "baddbmm_", "sum", "mean", "cumsum", "sqrt", "rsqrt"),
+    *("exp", "exp_", "log", "_softmax", "sigmoid", "tanh"),
+}
+
+
+class Dtypes(TorchDispatchMode):
+    """Records the operators of torch that compute in a dtype, and where."""
+
+    def __init__(self, dtypes, names=None):
+        super().__init__()
+        self.dtypes, self.names, self.found = dtypes, names, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.__name__.split(".")[0]
+        for x in out if isinstance(out, tuple | list) else [out]:
+            is_counted = self.names is None or name in self.names
+            if is_counted and isinstance(x, torch.Tensor) and x.dtype in self.dtypes and x.numel():
+                self.found.add(name)
+        return out
+
+
+@pytest.mark.parametrize("name", table.CASES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_ops_compute_in_their_dtype(dtype, name):
+    """Nothing is narrower than float64 in its calls; nothing is multiplied in 16 bits."""
+    case, ran = table.CASES[name], 0
+    narrow, names = (torch.bfloat16, torch.float16), ARITHMETIC
+    if dtype == torch.float64:
+        narrow, names = (*narrow, torch.float32), None
+    for options in table.calls(case, 2, 24, 24):
+        if options["impl"] in ("triton", "reference"):
+            continue
+        inputs = [x.detach().to(dtype) for x in table.tensors(case, 2, 24, 24)]
+        with Dtypes(narrow, names) as mode:
+            found = table.attempt(case.run, inputs, options)
+        assert not mode.found, f"{options}: {mode.found}"
+        ran += found is not None
+    assert ran

@@ -1,79 +1,102 @@
-"""Ops called with an empty batch, without queries or without keys return zeros."""
+"""Every op with no rows, no queries, no keys or no tokens: zeros, with gradients of zeros.
+
+Every implementation, with and without a state. A gradient that does not exist would let
+DistributedDataParallel wait for ever.
+"""
+
+from itertools import product
 
 import pytest
 import torch
+from torch import Tensor
 
 from attnzoo import ops
-from attnzoo.contract.masks import AttentionMask
-from attnzoo.ops.hybrid.api import LinearBranch
-
-HEADS, KEY_HEADS, SIZE, VALUE_SIZE = 4, 2, 6, 5
-SELF = [(0, 4), (0, 0), (2, 0)]  # batch and tokens
-PAIRS = [(0, 3, 5), (0, 0, 0), (2, 3, 0), (2, 0, 3)]  # batch, queries and keys
+from attnzoo.contract.implementation import impl_names
+from attnzoo.contract.sequences import Sequences
+from attnzoo.contract.states import AttentionOutput
+from tests.ops.table import CASES, Case, E, attempt, calls, tensors
 
 
-def tensors(batch, queries, keys):
-    shapes = ((HEADS, queries, SIZE), (KEY_HEADS, keys, SIZE), (KEY_HEADS, keys, VALUE_SIZE))
-    return [torch.randn(batch, *shape, requires_grad=True) for shape in shapes]
+def test_the_table_has_every_op():
+    assert {case.op for case in CASES.values()} == set(ops.__all__)
 
 
-def rows(*shape):
-    return torch.randn(1, *shape, requires_grad=True)
+def check(x: list[Tensor], found: AttentionOutput, what: str) -> None:
+    assert torch.equal(found.out, x[0].new_zeros(*x[0].shape[:3], E)), what
+    gradients = torch.autograd.grad(found.out.sum(), x, allow_unused=True)
+    for n, (leaf, gradient) in enumerate(zip(x, gradients, strict=True)):
+        assert gradient is not None, f"{what}: no gradient of input {n}"
+        assert torch.equal(gradient, torch.zeros_like(leaf)), what
 
 
-def masks(batch, tokens, causal):
-    padding = torch.ones(batch, tokens, dtype=torch.bool)
-    return AttentionMask(causal=causal), AttentionMask(causal=causal, padding=padding)
+@pytest.mark.parametrize("name", CASES)
+def test_empty_calls(name):
+    case, ran = CASES[name], 0
+    for lengths in case.lengths:
+        for options in calls(case, *lengths):
+            x = tensors(case, *lengths)
+            if (found := attempt(case.run, x, options)) is not None:
+                check(x, found, f"{lengths} {options}")
+                ran += 1
+    assert ran
 
 
-def check(out, inputs):
-    (batch, _, queries, _), *_ = (x.shape for x in inputs)
-    assert torch.equal(out, torch.zeros(batch, HEADS, queries, VALUE_SIZE))
-    for x, gradient in zip(inputs, torch.autograd.grad(out.sum(), inputs), strict=True):
-        assert torch.equal(gradient, torch.zeros_like(x))
+@pytest.mark.parametrize("name", CASES)
+def test_one_token_gives_every_input_a_gradient(name):
+    """Also those that cannot change its output, such as the decay of a state that is not read."""
+    case = CASES[name]
+    for options in calls(case, 2, 1, 1):
+        if options["impl"] == "triton":
+            continue
+        x = tensors(case, 2, 1, 1)
+        if (found := attempt(case.run, x, options)) is not None:
+            gradients = torch.autograd.grad(found.out.sum(), x, allow_unused=True)
+            missing = [n for n, gradient in enumerate(gradients) if gradient is None]
+            assert not missing, f"{options}: no gradient of inputs {missing}"
 
 
-@pytest.mark.parametrize("shape", PAIRS)
-def test_bidirectional_ops(shape):
-    for mask in masks(shape[0], shape[2], causal=False):
-        x, weights = tensors(*shape), torch.randn(8, SIZE)
-        check(ops.favor_attention(*x, weights, scale=1.0, mask=mask), x)
-        for impl in ("torch", "reference"):
-            for pooling in (False, True):
-                x = [*tensors(*shape), rows(16, 4), rows(16, 4)]
-                check(ops.linformer_attention(*x, mask=mask, pooling=pooling, impl=impl).out, x)
+def impl_of_states(case: Case) -> str:
+    return "torch" if "torch" in impl_names(case.op) else "reference"
 
 
-@pytest.mark.parametrize("impl", ["torch", "reference"])
-@pytest.mark.parametrize(("batch", "tokens"), SELF)
-def test_ops_on_tokens_of_one_sequence(batch, tokens, impl):
-    shape = (batch, tokens, tokens)
-    for mask in masks(batch, tokens, causal=True):
-        x = [*tensors(*shape), rows(8, 2), rows(8, 2)]
-        options = {"mask": mask, "impl": impl, "return_state": True}
-        out, state, *_ = ops.linformer_block_attention(*x, **options)
-        check(out, x)
-        _, again, *_ = ops.linformer_block_attention(*x, **options, state=state)
-        assert all(map(torch.equal, again, state))
-        later = [*tensors(batch, 9, 9), *x[3:]]
-        after = ops.linformer_block_attention(*later, state=state, impl=impl).out
-        torch.testing.assert_close(after, ops.linformer_block_attention(*later, impl=impl).out)
-    for causal in (True, False):
-        for mask in masks(batch, tokens, causal):
-            x = tensors(*shape)
-            check(ops.longformer_attention(*x, window=3, mask=mask, impl=impl).out, x)
-        x, mask = tensors(*shape), AttentionMask(causal=causal)
-        is_global = torch.ones(batch, tokens, dtype=torch.bool)
-        options = {"window": 3, "global_tokens": is_global, "impl": impl}
-        check(ops.longformer_attention(*x, mask=mask, **options).out, x)
-        branch = LinearBranch(x[0].abs(), x[1].abs(), torch.zeros(1, 1, 1, 1))
-        options = {"window": 3, "scale": 1.0, "impl": impl}
-        check(ops.hybrid_attention(*x, branch, causal=causal, **options).out, x)
-    x = tensors(*shape)
-    beta = torch.rand(batch, KEY_HEADS, tokens, requires_grad=True)
-    check(ops.delta_attention(*x, beta, impl=impl).out, [*x, beta])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.states])
+def test_empty_calls_with_a_state(name):
+    """An empty call returns the state that it got, or that before any token."""
+    case = CASES[name]
+    for options, (rows, tokens) in product(calls(case, 2, 3, 3), [(0, 3), (0, 0), (2, 0)]):
+        options |= {"return_state": True}
+        what = f"{options} {rows} rows of {tokens}"
+        full = case.run(*tensors(case, 2, 9, 9), **{**options, "impl": impl_of_states(case)}).state
+        empty = attempt(case.run, tensors(case, rows, tokens, tokens), options)
+        if empty is None:
+            continue
+        first = empty.state
+        for state in (first, type(first)(*(s[:rows] for s in full))):
+            for more in (1, 0, 5) if rows == 0 else (0,):
+                x = tensors(case, rows, more, more)
+                found = case.run(*x, **options, state=state)
+                check(x, found, what)
+                assert all(len(s) == rows for s in found.state), what
+                assert rows == 0 or all(map(torch.equal, found.state, state)), what
+        if rows and options["impl"] != "triton":  # it gives what no state gives
+            x = tensors(case, rows, 9, 9)
+            torch.testing.assert_close(
+                case.run(*x, **options, state=first).out, case.run(*x, **options).out
+            )
 
-    def log_decay(take):
-        return take(torch.zeros(batch, tokens, KEY_HEADS, SIZE, VALUE_SIZE)).transpose(1, 2)
 
-    check(ops.matrix_gated_attention(*x, log_decay=log_decay, impl=impl).out, x)
+SEQUENCES = ("linear", "delta", "hybrid", "mlstm", "rwkv6", "matrix")
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+@pytest.mark.parametrize("tokens", [0, 4])
+def test_empty_sequences(name, tokens):
+    """Sequences without a token, in a row without tokens or with tokens of none."""
+    case, empty = CASES[name], torch.zeros(3, dtype=torch.int64)
+    for options in calls(case, 1, tokens, tokens):
+        options |= {"sequences": Sequences(empty, empty, 1), "return_state": True}
+        x = tensors(case, 1, tokens, tokens)
+        found = attempt(case.run, x, options)
+        if found is not None:
+            check(x, found, f"{options}")
+            assert all(len(s) == 3 for s in found.state)

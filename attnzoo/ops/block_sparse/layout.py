@@ -108,7 +108,9 @@ def _current_leader(call: SparseCall, lengths: Tensor) -> Tensor:
     """Return the first query of the query block of the last token, ``[B, H, D]``."""
     q, size = call.q, call.options.query_block
     if size == 1 or not call.options.causal:
-        return q[:, :, 0, :0]
+        return q.new_zeros(*q.shape[:2], 0)
+    if not q.shape[2]:
+        return q.new_zeros(*q.shape[:2], q.shape[3])
     pooled, first = pool_queries(call)
     block = ((lengths[:, None] - 1) // size - first[:, :1] // size).clamp(min=0)
     return gather_tokens(pooled, block)[:, :, 0]

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from attnzoo.ops.block_sparse.options import SelectionOptions, SparseCall, SparseOptions
+from attnzoo.runtime.derivatives import check_not_mapped
 
 
 def reference_attention(call: SparseCall) -> Tensor:
     """Return the output, ``[B, H, T, E]``, in float32 or wider; takes memory O(H T (S + N^2))."""
+    check_not_mapped("block_sparse_attention", call.q, call.k, call.v, instead="impl='torch'")
     dtype = torch.promote_types(call.q.dtype, torch.float32)
     heads = call.q.shape[1]
     rows = []

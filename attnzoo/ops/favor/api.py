@@ -32,7 +32,7 @@ from attnzoo.ops.features.random_features import (
     scale_projection,
     split_blocks,
 )
-from attnzoo.runtime.derivatives import check_reverse_mode, first_derivative_only
+from attnzoo.runtime.derivatives import check_not_mapped, check_reverse_mode, first_derivative_only
 
 INSTEAD = "impl='reference' of the performer backend"  # for derivatives of derivatives
 
@@ -81,6 +81,7 @@ def favor_attention(
     if mask is not None:
         check_mask_fields("favor_attention", mask)
     check_reverse_mode("favor_attention", q, k, v, instead=INSTEAD)
+    check_not_mapped("favor_attention", q, k, v, instead=INSTEAD)
     if is_empty_call(q, k):
         return empty_output(q, k, v)
     weight = scale_projection(projection.to(torch.promote_types(projection.dtype, v.dtype)), scale)

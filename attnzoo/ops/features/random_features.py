@@ -23,7 +23,7 @@ from einops import rearrange
 from torch import Tensor
 
 from attnzoo.ops.features.functional import RELU_FLOOR, widen
-from attnzoo.runtime.derivatives import check_reverse_mode, first_derivative_only
+from attnzoo.runtime.derivatives import check_not_mapped, check_reverse_mode, first_derivative_only
 
 # Largest exponent of a key's feature if the maximum of all keys is unknown. exp(60) is 1e26: 1e7
 # such keys times values of 1e4 sum to 1e37, within float32.
@@ -162,6 +162,7 @@ def positive_keys(
     weight = scale_projection(projection, scale)
     if impl == "torch" and not floor and shift.dim() == 1 and not torch.compiler.is_compiling():
         check_reverse_mode("positive random features", k)
+        check_not_mapped("positive random features", k)
         features: Tensor = _Keys.apply(k, weight, scale, shift)  # type: ignore[no-untyped-call]
         return features
     k = widen(k)
@@ -198,6 +199,7 @@ def positive_queries(
     weight = scale_projection(projection, scale)
     if impl == "torch" and not floor and shift.dim() == 1 and not torch.compiler.is_compiling():
         check_reverse_mode("positive random features", q)
+        check_not_mapped("positive random features", q)
         features: Tensor = _Queries.apply(q, weight, shift)  # type: ignore[no-untyped-call]
         return features
     if shift.dim() == 4:

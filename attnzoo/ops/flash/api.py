@@ -16,7 +16,7 @@ from torch import Tensor
 from attnzoo.contract.implementation import Implementation, register_implementation, select
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import AttentionOutput
-from attnzoo.contract.validation import check_qkv
+from attnzoo.contract.validation import check_qkv, empty_output, is_empty_call
 from attnzoo.ops.flash import varlen
 from attnzoo.ops.flash.call import FlashCall as FlashCall
 from attnzoo.ops.flash.cpu import cpp_reasons, run_cpp, skip_cpp
@@ -141,4 +141,6 @@ def flash_attention(
         dropout,
     )
     implementation, choice = select("flash_attention", call, impl)
+    if is_empty_call(q, k):
+        return AttentionOutput(empty_output(q, k, v, bias, sinks), impl=choice)
     return AttentionOutput(implementation.run(call), impl=choice)

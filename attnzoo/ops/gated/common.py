@@ -179,6 +179,9 @@ def run_gated(
             return *found[0].run(token), found[1]
         x = token if x.slots is not None else x
     chosen, choice = select(op, x, impl)
+    if is_empty_call(x.q, x.k):
+        out, before = empty_output(x.q, x.k, x.v, x.log_decay, *x.gate[:2]), x.with_state()
+        return out, before.state, before.gate.m, choice
     return *on_slots(chosen.run)(x), choice
 
 
@@ -260,8 +263,6 @@ def run_gated_steps(x: GatedInputs, step: Callable[[GatedInputs], GatedResult]) 
     row, x = x, x.rows().with_state()
     outs, state, m = [], x.state, x.gate.m
     bonus = None if x.gate.bonus is None else widen(x.gate.bonus)  # its gradient sums all tokens
-    if is_empty_call(x.q, x.k):
-        return empty_output(row.q, row.k, row.v), state, m
     for t in range(x.k.shape[2]):
         now = slice(t, t + 1)
         log_input = None if x.gate.log_input is None else x.gate.log_input[:, :, now]

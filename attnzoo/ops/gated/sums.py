@@ -97,11 +97,6 @@ def triton_sums(x: SumsCall) -> Sums:
     return torch.cat([out, weights.unsqueeze(-1)], -1), last, divide
 
 
-def sums_triton_reasons(x: GatedInputs) -> list[str]:
-    """Return every reason why the kernels do not compute a call."""
-    return triton_reasons(x.q, x.k, x.v) + (["there is no token"] * (not x.q.shape[2]))
-
-
 def wide_values(x: GatedInputs) -> Tensor:
     """Return the values in float32 or wider: 16-bit sums of weights would grow wrong."""
     dtype = torch.promote_types(torch.promote_types(x.q.dtype, x.v.dtype), torch.float32)
@@ -139,7 +134,7 @@ def register_reduction(
             op=op,
             **TRITON,
             run=partial(run, sums=triton_sums),
-            reasons=sums_triton_reasons,
+            reasons=lambda x: triton_reasons(x.q, x.k, x.v),
             form="chunk form",
             verdict=_triton_verdict,
         ),

@@ -48,7 +48,9 @@ from attnzoo.contract.validation import (
     check_shard,
     check_size,
     check_state_field,
+    empty_output,
     format_shape,
+    is_empty_call,
 )
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.hybrid.cpu.hybrid_step import hybrid_step_cpp, step_cpp_reasons
@@ -58,6 +60,7 @@ from attnzoo.ops.hybrid.state import (
     HybridInputs,
     HybridState,
     StepInputs,
+    empty_state,
     next_state,
     oldest_first,
     state_before_shard,
@@ -165,6 +168,12 @@ def hybrid_attention(
     in_rows = sequences is not None and (x.state is not None or num_sinks > 0)
     given = x.in_rows() if in_rows else x
     chosen, choice = select("hybrid_attention", given, impl)
+    if is_empty_call(q, k):
+        others = branch.q, branch.k, branch.log_weight, branch.log_decay
+        out = empty_output(q, k, v, *others, *(branch.map_weights or ()))
+        if return_state and state is None:
+            state = empty_state(x)
+        return AttentionOutput(out, state if return_state else None, None, choice)
     out, after = chosen.run(given)
     if sequences is not None and in_rows:
         out = sequences.to_row(out, q.shape[2])

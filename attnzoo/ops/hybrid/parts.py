@@ -19,7 +19,6 @@ from torch import Tensor
 from attnzoo.contract.padding import values_are_known
 from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import LinearState
-from attnzoo.contract.validation import is_empty_call
 from attnzoo.ops.hybrid.state import HybridInputs, LinearBranch
 from attnzoo.ops.linear.api import linear_attention
 from attnzoo.ops.linear.cpu.linear import weighted_sums
@@ -91,7 +90,7 @@ def run_torch(x: HybridInputs, attend: AttendBand, sums: CausalSums) -> PartsRes
 
 def run_cpp(x: HybridInputs) -> PartsResult:
     """Compute the linear sums in C++, then the window and the output in one pass."""
-    if x.q.shape[2] == 1 or is_empty_call(x.q, x.k):
+    if x.q.shape[2] == 1:
         return run_parts(x, band_attention_cpp, sums_cpp)
     x = x.without_gaps()
     if x.num_sinks or not x.causal or not _has_full_window(x):

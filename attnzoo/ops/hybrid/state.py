@@ -217,6 +217,23 @@ def next_state(
     return as_ring(HybridState(k, v, features, sums.kv, sums.k, seen))
 
 
+def empty_state(x: HybridInputs) -> HybridState:
+    """Return the state before the first token."""
+    states = x.k.shape[0] if x.sequences is None else x.sequences.count
+    heads, features = (states, x.k.shape[1]), x.branch.like_features()
+    wide = torch.promote_types(x.v.dtype, torch.float32)
+    sums = torch.zeros(*heads, features.shape[3], x.v.shape[3] + 1, dtype=wide, device=x.v.device)
+    rows = x.num_sinks + x.window
+    return HybridState(
+        x.k.new_zeros(*heads, rows, x.k.shape[3]),
+        sums.new_zeros(*heads, rows, x.v.shape[3]),
+        features.new_zeros(*heads, x.window, features.shape[3]),
+        sums,
+        sums.new_zeros(*heads, features.shape[3]),
+        sums.new_zeros(states, dtype=torch.int64),
+    )
+
+
 def state_before_shard(
     k: Tensor,
     v: Tensor,

@@ -47,7 +47,6 @@ from attnzoo.ops.linear.common import (
     MapWeights,
     Result,
     check_feature_map,
-    empty_output,
     like_features,
     map_inputs,
     on_rows,
@@ -313,7 +312,7 @@ def _attend(op: str, x: LinearInputs, impl: str) -> AttentionOutput:
         x = step if found or x.slots is not None else x
     chosen, choice = found or select(op, x, impl)
     if x.q.shape[0] == 0 or (x.causal and x.q.shape[2] == 0):
-        out = empty_output(x)
+        out = x.empty_output()
         last: LinearState | None = x.first_state()
     else:
         out, last = chosen.run(x) if found or x.slots is None else run_on_slots(x, chosen.run)

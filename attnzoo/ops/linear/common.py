@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import LinearState
-from attnzoo.contract.validation import check_shape
+from attnzoo.contract.validation import check_shape, empty_output
 from attnzoo.errors import UnsupportedError, did_you_mean
 from attnzoo.ops.features.functional import FIXED, LEARNED, widen
 from attnzoo.runtime.autocast import autocast_disabled
@@ -72,6 +72,10 @@ class LinearInputs(NamedTuple):
         shape = batch, self.k.shape[1], features, self.v.shape[3]
         kv = torch.zeros(shape, dtype=self.state_dtype, device=self.v.device)
         return LinearState(kv, kv.new_zeros(shape[:3]))
+
+    def empty_output(self) -> Tensor:
+        """Return the output of an empty call, whose gradients are zeros."""
+        return empty_output(self.q, self.k, self.v, self.log_decay, *(self.map_weights or ()))
 
     def rows(self) -> LinearInputs:
         """Return features in one row a sequence, with zeros after its end, which change no sum."""
@@ -135,14 +139,6 @@ def widen_shared(log_decay: Tensor) -> Tensor:
 def state_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
     """Return the dtype of the sums: float64 if any input is float64, else float32."""
     return torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
-
-
-def empty_output(x: LinearInputs) -> Tensor:
-    """Return an output without elements, ``[B, H, T, E]``, whose gradients are zeros."""
-    total = x.q.sum() + x.k.sum() + x.v.sum()
-    if x.log_decay is not None:
-        total = total + x.log_decay.sum()
-    return total.to(x.v.dtype).expand(*x.q.shape[:3], x.v.shape[3])
 
 
 # -- feature maps that implementations apply -------------------------------------------------------

@@ -22,7 +22,7 @@ from attnzoo.ops.linformer.rows import (
     pool_matrix,
     row_counts,
 )
-from attnzoo.runtime.derivatives import check_reverse_mode, first_derivative_only
+from attnzoo.runtime.derivatives import check_not_mapped, check_reverse_mode, first_derivative_only
 
 
 class _Layout(NamedTuple):
@@ -119,14 +119,13 @@ def _project_blocks(k: Tensor, v: Tensor, x: LinformerCall, finished: int) -> _K
     """Project the first ``finished`` blocks of keys and values, after the rows of the state."""
     key_rows, value_rows, state = x.key_rows, x.value_rows, x.state
     size, dtype = key_rows.shape[1], k.dtype
-    log_count = torch.zeros(
-        1, key_rows.shape[2], dtype=torch.float32, device=k.device
-    )  # of the tokens per row
+    wide = torch.promote_types(dtype, torch.float32)
+    log_count = torch.zeros(1, key_rows.shape[2], dtype=wide, device=k.device)  # tokens per row
     if x.pooling:
         counts = row_counts(None, size, key_rows.shape[2], k.device)
-        means = pool_matrix(counts, size, torch.promote_types(dtype, torch.float32))[0]
+        means = pool_matrix(counts, size, wide)[0]
         key_rows, value_rows = (r[..., : means.shape[2]] + means for r in (key_rows, value_rows))
-        log_count = counts.to(means.dtype).log()
+        log_count = counts.to(wide).log()
 
     def project(x: Tensor, weights: Tensor) -> Tensor:  # [B, Hkv, P, X] -> [B, Hkv, M * R, X]
         blocks = x[:, :, : finished * size].unflatten(2, (finished, size))
@@ -168,6 +167,7 @@ def _attend_blockwise(q: Tensor, keys: _Keys, options: dict[str, Any]) -> Tensor
     tensors = q, keys.k, keys.v, keys.row_k, keys.row_v
     if not (options["dropout"] or torch.compiler.is_compiling()):
         check_reverse_mode("linformer_block_attention", *tensors)
+        check_not_mapped("linformer_block_attention", *tensors)
         out: Tensor = _BlockwiseAttention.apply(*tensors, keys.bias, keys.sizes, options)  # type: ignore[no-untyped-call]
         return out
     blocks = range(q.shape[2] // keys.sizes.block)
@@ -187,9 +187,8 @@ def _attend_block(parts: Sequence[Tensor], bias: Tensor, options: dict[str, Any]
     q, k, v, row_k, row_v = parts
     size = q.shape[2]
     later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu_(1)
-    own = torch.zeros(later.shape, dtype=torch.float32, device=q.device).masked_fill_(
-        later, -torch.inf
-    )
+    own = torch.zeros(later.shape, dtype=bias.dtype, device=q.device)
+    own.masked_fill_(later, -torch.inf)
     rows = bias[:, None, : row_k.shape[2]].expand(-1, size, -1)
     bias = torch.cat([rows, own.expand(rows.shape[0], -1, -1)], 2)
     k, v = torch.cat([row_k, k], 2), torch.cat([row_v, v], 2)

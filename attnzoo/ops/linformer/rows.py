@@ -44,7 +44,7 @@ def row_counts(padding_mask: Tensor | None, tokens: int, rows: int, device: torc
     return starts.minimum(lengths).diff(dim=1)
 
 
-def row_bias(counts: Tensor) -> Tensor:
+def row_bias(counts: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the logarithm of the tokens per row, which is added to scores, ``[1 or B, 1, 1, R']``.
 
     The largest is 0, which keeps precision in 16 bits; softmax depends on differences only. Rows
@@ -52,7 +52,7 @@ def row_bias(counts: Tensor) -> Tensor:
     zeros, so the output is zero.
     """
     most = counts.amax(1, keepdim=True)
-    bias = (counts.float() / most.clamp(min=1)).log()
+    bias = (counts.to(dtype) / most.clamp(min=1)).log()
     return bias.masked_fill(most == 0, 0.0)[:, None, None]
 
 
@@ -107,8 +107,8 @@ def run_torch(x: LinformerCall) -> Tensor:
     """Return the bidirectional form, ``[B, H, T, E]``, in the dtype of :func:`compute_dtype`."""
     keys, device, padding_mask = x.k.shape[2], x.k.device, x.padding_mask
     counts = row_counts(padding_mask, keys, x.key_rows.shape[2], device) if x.pooling else None
-    bias = None if counts is None else row_bias(counts)
     wide = torch.promote_types(x.q.dtype, torch.float32)
+    bias = None if counts is None else row_bias(counts, wide)
     means = None if counts is None else pool_matrix(counts, keys, wide)
     dtype = compute_dtype(x.q)
     row_k = _project(x.k, x.key_rows, padding_mask, means).to(dtype)

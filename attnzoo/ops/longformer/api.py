@@ -175,7 +175,8 @@ def pattern_attention(
     )
     implementation, choice = select("longformer_attention", call, impl)
     if is_empty_call(q, k):
-        return AttentionOutput(empty_output(q, k, v), impl=choice)
+        of_globals = () if global_tokens is None else global_tokens[2:]
+        return AttentionOutput(empty_output(q, k, v, bias, *of_globals), impl=choice)
     return AttentionOutput(implementation.run(call), impl=choice)
 
 

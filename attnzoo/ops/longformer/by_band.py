@@ -195,7 +195,10 @@ def _dense_block(x: LongformerCall) -> Tensor:
     is_global = x.global_tokens.is_global
     mask = (mask | is_global[:, None, None, :]) & allowed
     local_rows = _softmax(x, x.q, x.k, x.v, mask)
-    global_rows = _softmax(x, *x.global_qkv, allowed)
+    q, k, v = x.global_qkv
+    if x.global_tokens.q is not None:
+        q = q.index_select(2, positions)
+    global_rows = _softmax(x, q, k, v, allowed)
     return torch.where(of_queries(is_global), global_rows, local_rows)
 
 

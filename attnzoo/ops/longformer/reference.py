@@ -39,7 +39,10 @@ def run_reference(x: LongformerCall) -> Tensor:
         return _softmax_attention(x, x.q, x.k, x.v, window & allowed)
     of_query, of_key = compare(x.global_tokens.is_global.expand(batch, keys))
     local_rows = _softmax_attention(x, x.q, x.k, x.v, (window | of_key) & allowed)
-    global_rows = _softmax_attention(x, *x.global_qkv, allowed)
+    q, k, v = x.global_qkv
+    if x.global_tokens.q is not None:  # those of all keys
+        q = q[:, :, queries]
+    global_rows = _softmax_attention(x, q, k, v, allowed)
     return torch.where(of_query, global_rows, local_rows)
 
 

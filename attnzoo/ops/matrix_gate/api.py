@@ -103,7 +103,8 @@ def matrix_gated_attention(
         call = call._replace(state=state_from_earlier_ranks(call, shard, sequences))
     chosen, choice = select("matrix_gated_attention", call, impl)
     if is_empty_call(q, k):
-        out, last = empty_output(q, k, v), call.state
+        gates = call.decays(0, 0)  # of no token: a path to what computes them
+        out, last = empty_output(q, k, v, value_weights, gates), call.state
     elif slots is not None:
         out, pool = run_at_slots(
             lambda rows: chosen.run(call._replace(state=MatrixState(*rows))),

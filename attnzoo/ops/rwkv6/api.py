@@ -214,6 +214,8 @@ def _run_step(x: GatedInputs) -> GatedResult:
     out = queries @ kv.unsqueeze(2) + weight * v.unsqueeze(2)
     if x.normalize:
         out = out / (queries @ z[:, :, None, :, None] + weight + x.eps)
+    if x.log_decay.requires_grad:  # the state before the token does not depend on its decay
+        out = out + x.log_decay[:0].sum().to(dtype)
     decay = x.log_decay.to(dtype).exp()
     if x.reuse_state and not torch.is_grad_enabled():
         kv.mul_(decay.mT).addcmul_(k.mT, v), z.mul_(decay.squeeze(2)).add_(k.squeeze(2))
@@ -227,9 +229,9 @@ def _own_weight(x: GatedInputs, dtype: torch.dtype) -> Tensor:
     """Return the weight of each token's own value, ``[B, Hkv, G, T, 1]``."""
     bonus, k = x.gate.bonus, x.k
     assert bonus is not None
-    weighted = bonus.to(k.dtype).unsqueeze(1) * k
-    products = x.q.unflatten(1, (k.shape[1], -1)) * weighted.unsqueeze(2)
-    weight: Tensor = products.sum(-1, keepdim=True, dtype=dtype)
+    weighted = bonus.to(dtype).unsqueeze(1) * k.to(dtype)
+    queries = x.q.to(dtype).unflatten(1, (k.shape[1], -1))
+    weight: Tensor = (queries * weighted.unsqueeze(2)).sum(-1, keepdim=True)
     return weight
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attnzoo.contract.padding import gather_tokens
 from attnzoo.ops.window.pattern import Band, GlobalIndices, gather_bias
-from attnzoo.runtime.derivatives import check_reverse_mode, first_derivative_only
+from attnzoo.runtime.derivatives import check_not_mapped, check_reverse_mode, first_derivative_only
 from attnzoo.runtime.memory import empty_huge_pages
 
 BLOCK = 64  # C: 32 to 64 measured fastest; longer blocks compute more masked scores
@@ -60,6 +60,7 @@ def blockwise_local_attention(
         ``[B, H, T, 1]`` in float32 or wider, which is empty unless the options ask for it.
     """
     check_reverse_mode("sliding-window attention", q, k, v, bias)
+    check_not_mapped("sliding-window attention", q, k, v, bias)
     batch, heads, length, size = q.shape
     rows = batch * k.shape[1]
     wide = torch.promote_types(q.dtype, torch.float32)

@@ -12,6 +12,7 @@ from transformers.models.longformer.modeling_longformer import LongformerSelfAtt
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import ConfigError, UnsupportedError
 from attnzoo.ops.longformer import by_band
+from attnzoo.ops.longformer import decode as decoding
 from attnzoo.ops.longformer.api import GlobalTokens, longformer_attention
 from attnzoo.ops.longformer.call import LongformerCall
 from attnzoo.ops.longformer.reference import run_reference
@@ -47,7 +48,18 @@ def run(q, k, v, *, causal=False, padding=None, segment_ids=None, limit=None, **
 
 
 def dense(
-    q, k, v, *, window, dilation=1, causal=False, real=None, where=None, own=None, segments=None
+    q,
+    k,
+    v,
+    *,
+    window,
+    dilation=1,
+    causal=False,
+    real=None,
+    where=None,
+    own=None,
+    segments=None,
+    bias=0,
 ):
     """Fill the mask pair by pair over the real tokens, and apply softmax."""
     batch, heads, length, _ = q.shape
@@ -72,7 +84,7 @@ def dense(
 
     def attention(q, k, v):
         k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
-        scores = (q @ k.mT * D**-0.5).masked_fill(~sees, -torch.inf)
+        scores = (q @ k.mT * D**-0.5 + bias).masked_fill(~sees, -torch.inf)
         return scores.softmax(-1).nan_to_num() @ v
 
     local = attention(q, k, v)
@@ -138,6 +150,82 @@ def test_segments_are_separate(attend, place):
     options = {"window": [9, 9, 4, 2], "dilation": [1, 1, 1, 3]}
     found = attend(*x, **options, padding=real, segment_ids=ids)
     torch.testing.assert_close(found, dense(*x, **options, real=real, segments=ids))
+
+
+OWN = {  # which of the global tokens' queries, keys and values are their own
+    "no global tokens": None,
+    "none": (False, False, False),
+    "all": (True, True, True),
+    "queries": (True, False, False),
+    "values": (False, False, True),
+}
+SIZES = {"window": [5, 5, 2, 2], "dilation": [1, 1, 1, 3]}
+
+
+@pytest.mark.parametrize("own", OWN)
+@pytest.mark.parametrize("place", ["none", "left", "interior"])
+def test_fewer_queries_equal_their_rows(place, own, monkeypatch):
+    """Queries are given from ``q_offset`` on, global queries for all tokens."""
+    monkeypatch.setattr(by_band, "QUERY_BLOCK", 8)
+    x, others, scores = qkv(T), qkv(T), draw(1, H, T, T)
+    where, real = global_tokens(), None if place == "none" else padding(place)
+    tokens = dense_own = None
+    if (given := OWN[own]) is not None:
+        seen = where if real is None else where & real
+        tokens = GlobalTokens(
+            where, None, *(y if has else None for y, has in zip(others, given, strict=True))
+        )
+        dense_own = [y if has else z for y, z, has in zip(others, x, given, strict=True)]
+    for (first, count), bias in product([(44, 1), (12, 1), (13, 9), (16, 29)], [None, scores]):
+        shared = {"bias": 0 if bias is None else bias, "causal": True, "real": real, **SIZES}
+        if tokens is not None:
+            shared |= {"where": seen, "own": dense_own}
+        expected = dense(*x, **shared)[:, :, first : first + count]
+        impls = ["auto", "torch", "reference"]
+        calls = list(product(impls, [first, torch.tensor(first)]))
+        if (place, own, bias) == ("none", "no global tokens", None):  # cpp refuses the others
+            calls.append(("cpp", first))
+        for impl, offset in calls:
+            found = longformer_attention(
+                x[0][:, :, first : first + count],
+                *x[1:],
+                **SIZES,
+                mask=AttentionMask(causal=True, padding=real, q_offset=offset),
+                global_tokens=tokens,
+                bias=None if bias is None else bias[:, :, first : first + count],
+                impl=impl,
+            ).out
+            torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("own", ["no global tokens", "none", "all"])
+@pytest.mark.parametrize("place", ["none", "left", "interior"])
+def test_decoding_equals_the_rows_of_the_dense_formula(place, own, monkeypatch):
+    monkeypatch.setattr(decoding, "STEP_TOKENS", 8)
+    x, others, real = qkv(T), qkv(T), padding(place)
+    positions = () if OWN[own] is None else (0, 3, 14)
+    where = real & torch.isin(real.cumsum(1) - 1, torch.tensor(positions))
+    expected = dense(
+        *x, **SIZES, causal=True, real=real, where=where, own=others if own == "all" else x
+    )
+    for cuts in ([10, 20, 21, T], [2, 19, T]):
+        state, outs = None, []
+        for start, stop in zip([0, *cuts], cuts, strict=False):
+            new, own_qkv = ([y[:, :, start:stop] for y in z] for z in (x, others))
+            call = decoding.DecodingInputs(
+                *new,
+                own_qkv if own == "all" else None,
+                None if place == "none" else real[:, start:stop],
+                Pattern.of(SIZES["window"], SIZES["dilation"], heads=H, causal=True),
+                D**-0.5,
+                positions,
+            )
+            if state is None:
+                state = decoding.update_state(call, None)
+                continue
+            out, state = decoding.decode(call, state)
+            outs.append(out)
+        torch.testing.assert_close(torch.cat(outs, 2), expected[:, :, cuts[0] :])
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])

@@ -23,7 +23,6 @@ from attnzoo.ops.linear.common import (
     LinearInputs,
     MapWeights,
     Result,
-    empty_output,
     map_inputs,
     matrices,
     state_dtype,
@@ -116,7 +115,7 @@ def weighted_sums(
             before = state_from_earlier_ranks(x.k, v, log_decay, shard, sequences)
             x = x._replace(state=before)
         if q.shape[0] == 0 or q.shape[2] == 0:
-            out = empty_output(x).to(x.state_dtype)
+            out = x.empty_output().to(x.state_dtype)
             return out, out.sum(3), x.first_state() if return_state else None
         return _run(x, totals=True)
 
