@@ -76,7 +76,10 @@ def test_empty_calls_with_a_state(name):
                 x = tensors(case, rows, more, more)
                 found = case.run(*x, **options, state=state)
                 check(x, found, what)
-                assert all(len(s) == rows for s in found.state), what
+                with torch.no_grad():  # runs the step that decoding takes
+                    again = case.run(*x, **options, state=state)
+                assert torch.equal(again.out, found.out), what
+                assert all(len(s) == rows for s in (*found.state, *again.state)), what
                 assert rows == 0 or all(map(torch.equal, found.state, state)), what
         if rows and options["impl"] != "triton":  # it gives what no state gives
             x = tensors(case, rows, 9, 9)
@@ -86,6 +89,20 @@ def test_empty_calls_with_a_state(name):
 
 
 SEQUENCES = ("linear", "delta", "hybrid", "mlstm", "rwkv6", "matrix")
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_no_slots(name):
+    """A step of no sequence leaves a pool of states as it is."""
+    case = CASES[name]
+    for options in calls(case, 0, 1, 1):
+        full = {**options, "return_state": True, "impl": "reference"}
+        pool = case.run(*tensors(case, 2, 9, 9), **full).state
+        x, slots = tensors(case, 0, 1, 1), torch.zeros(0, dtype=torch.int64)
+        options |= {"state": pool, "return_state": True, "slots": slots}
+        if (found := attempt(case.run, x, options)) is not None:
+            check(x, found, f"{options}")
+            assert all(map(torch.equal, found.state, pool))
 
 
 @pytest.mark.parametrize("name", SEQUENCES)

@@ -144,7 +144,7 @@ def hybrid_attention(
     """
     _check_call(causal, state, shard, window, num_sinks, return_state, slots)
     _check_inputs(q, k, v, branch, causal, sequences, state, window, num_sinks, slots)
-    if state is not None and q.shape[2] == 1 and sequences is None:
+    if state is not None and q.shape[0] and q.shape[2] == 1 and sequences is None:
         in_place = reuse_state and return_state and not torch.is_grad_enabled()
         if branch.map_weights is not None:
             branch = branch.mapped()
