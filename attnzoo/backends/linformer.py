@@ -5,11 +5,10 @@ Other letters: L longest sequence, R rows, C tokens per block.
 
 from __future__ import annotations
 
-import copy
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +65,30 @@ class LinformerConfig(BackendConfig):
                 )
 
 
+class _Owner:
+    """The layer whose rows another layer uses; a copy of that layer refers to the owner's copy.
+
+    The backend itself has no ``__deepcopy__``: PEFT's wrapper around a backend would find it in the
+    attributes of the backend, and a copy of the wrapper would be a backend without the wrapper.
+    """
+
+    def __init__(self, backend: LinformerBackend, user: str) -> None:
+        self.backend = backend
+        self.user = user
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Owner:
+        """Refer to the copy of the owner, which is copied first."""
+        copied = memo.get(id(self.backend))
+        if copied is None:
+            raise UnsupportedError(
+                f"{self.user}: its rows are those of {self.backend.geometry.name} "
+                "(sharing='layerwise'), so it cannot be copied without that layer, as PEFT's "
+                "modules_to_save does; set sharing='kv', which does not share between layers, or "
+                "modules_to_save=[], which freezes the rows"
+            )
+        return _Owner(copied, self.user)
+
+
 @register("linformer")
 class LinformerBackend(AttentionBackend):
     """Softmax attention to R projected rows instead of S keys: linear time and memory.
@@ -100,7 +123,7 @@ class LinformerBackend(AttentionBackend):
         self.value_rows: nn.Parameter | None = None
         if cfg.sharing in ("none", "headwise"):
             self.value_rows = nn.Parameter(torch.empty(shape))
-        self._owner: tuple[LinformerBackend, ...] = ()  # a tuple, so that it is not a submodule
+        self._owner: _Owner | None = None  # not a submodule
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -129,27 +152,13 @@ class LinformerBackend(AttentionBackend):
                 and other.key_rows is not None
                 and other.key_rows.shape == self.key_rows.shape
             ):
-                self._owner = (other,)
+                self._owner = _Owner(other, self.geometry.name)
                 self.key_rows = None  # saved, moved and trained in the first layer only
                 return
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Copy the backend together with the layer that owns its weights."""
-        if self._owner and id(self._owner[0]) not in memo:
-            raise UnsupportedError(
-                f"{self.geometry.name}: its rows are those of {self._owner[0].geometry.name} "
-                "(sharing='layerwise'), so it cannot be copied without that layer, as PEFT's "
-                "modules_to_save does; set sharing='kv', which does not share between layers, or "
-                "modules_to_save=[], which freezes the rows"
-            )
-        made = type(self).__new__(type(self))
-        memo[id(self)] = made
-        made.__dict__ = copy.deepcopy(self.__dict__, memo)
-        return made
-
     def rows(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return E and F, ``[1 or Hkv, L, R]``, on the device of ``like``."""
-        owner = self._owner[0] if self._owner else self
+        owner = self._owner.backend if self._owner else self
         found = owner.key_rows
         assert found is not None
         if found.is_meta and not like.is_meta and self._owner:

@@ -122,7 +122,11 @@ class AttentionBackend(nn.Module):
         """Initialise the parameters, on construction and where a checkpoint lacks them."""
 
     def share_with(self, earlier: Sequence[AttentionBackend]) -> None:
-        """Share parameters with the backends of earlier layers; called once all are built."""
+        """Share parameters with the backends of earlier layers; called once all are built.
+
+        Do not define ``__deepcopy__`` for it: PEFT's wrapper around a backend would take it for its
+        own, and be lost in a copy of the model. Define it in an object that refers to the layer.
+        """
 
     def layer_capabilities(self) -> Capabilities:
         """Return the capabilities with these options in this layer; those of the class by default.

@@ -59,6 +59,7 @@ __all__ = [
     "family_uses_interface",
     "granite_normalizes_groups",
     "is_of_another_package",
+    "is_quantized",
     "is_recording",
     "mask_of_pages",
     "mask_parts",
@@ -450,6 +451,11 @@ def can_set_implementation(model: PreTrainedModel) -> bool:
 def is_recording(cache: Cache) -> bool:
     """Return whether a cache records past tokens to remove them later (assisted decoding)."""
     return bool(getattr(cache, RECORDING, False))
+
+
+def is_quantized(layer: Any) -> bool:
+    """Return whether a layer of a cache stores its keys and values in fewer bits."""
+    return hasattr(layer, "_quantize")
 
 
 def names_kept_in_float32(model: nn.Module, dtype: torch.dtype) -> list[str]:

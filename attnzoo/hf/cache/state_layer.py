@@ -139,12 +139,12 @@ class StateLayer(RecordsCalls, CacheLayerMixin):
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
         """A :class:`MissingKeys` with the shape of a stock layer's keys; a state has no keys."""
-        return self._missing(self.key_dim) if self.is_initialized else None
+        return self._missing(self.key_dim) if hasattr(self, "batch_size") else None
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
         """A :class:`MissingKeys` with the shape of a stock layer's values."""
-        return self._missing(self.value_dim) if self.is_initialized else None
+        return self._missing(self.value_dim) if hasattr(self, "batch_size") else None
 
     def _missing(self, size: int) -> Tensor:
         nan = torch.full((), torch.nan, dtype=self.dtype, device=self.device)
@@ -177,6 +177,8 @@ class StateLayer(RecordsCalls, CacheLayerMixin):
         self.update_pending = False
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        elif not hasattr(self, "batch_size"):  # after a reset
+            self.batch_size = key_states.shape[0]
         self.add_length(key_states.shape[-2])
         return key_states, value_states
 
@@ -228,12 +230,13 @@ class StateLayer(RecordsCalls, CacheLayerMixin):
         self.state, self.cumulative_length, self.past_padding = None, 0, None
         self.unread = None
         self._clear_recorded()
+        vars(self).pop("batch_size", None)  # the next rows may be others
 
     def offload(self) -> None:
-        """Do nothing: a state is small and stays on its device."""
+        """Do nothing: a state of fixed size stays on its device, as sliding windows do."""
 
     def prefetch(self) -> None:
-        """Do nothing: a state is small and stays on its device."""
+        """Do nothing, as :meth:`offload`."""
 
     def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         self._clear_recorded()
@@ -378,6 +381,7 @@ class StaticStateLayer(StateLayer):
         assert isinstance(self.cumulative_length, Tensor)
         self.cumulative_length.zero_()
         self.state, self.cumulative_length_int, self.past_padding = None, 0, None
+        vars(self).pop("batch_size", None)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raise, as stock static layers do."""
@@ -434,6 +438,7 @@ def state_layer(cache: Cache, index: int, backend: AttentionBackend) -> StateLay
         cache.layers.append(DynamicLayer())
     layer: Any = cache.layers[index]
     if not isinstance(layer, StateLayer):
+        _refuse_growing_state(cache, layer, backend)
         layer = cache.layers[index] = _new_state_layer(layer, backend)
         if seam.is_recording(cache):
             layer.activate_past_recording()
@@ -446,6 +451,19 @@ def state_layer(cache: Cache, index: int, backend: AttentionBackend) -> StateLay
     replaced: StateLayer = layer
     replaced.update_pending = True
     return replaced
+
+
+def _refuse_growing_state(cache: Cache, layer: Any, backend: AttentionBackend) -> None:
+    """Raise if a cache is to be quantised or offloaded, and a state that grows would not be."""
+    asked = "quantized" if seam.is_quantized(layer) else "offloaded" if cache.offloading else ""
+    can = backend.capabilities
+    if asked and (can.state_grows or can.state_keeps_keys):
+        raise UnsupportedError(
+            f"{backend.geometry.name}: the cache is {asked}, which the state of backend "
+            f"{backend.name!r} cannot be, though it grows with the tokens. Use a DynamicCache "
+            "(leave cache_implementation out), or a backend for this layer whose state has a fixed "
+            "size, or keys ('flash')"
+        )
 
 
 def _new_state_layer(layer: Any, backend: AttentionBackend) -> StateLayer:

@@ -1,5 +1,6 @@
 """PEFT adapters and the Trainer on top of a swapped model."""
 
+import copy
 import json
 from typing import Any
 
@@ -253,6 +254,36 @@ def test_rows_shared_by_layers_are_refused_before_the_model_changes():
         peft.get_peft_model(model, peft.LoraConfig(target_modules=["query"]))
     assert not any("lora_" in name for name, _ in model.named_parameters())
     peft.get_peft_model(model, peft.LoraConfig(target_modules=["query"], modules_to_save=[]))
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [
+        *BACKENDS,
+        ("linformer", {"block": 5}),
+        ("linformer", {"block": 5, "sharing": "kv"}),
+        ("linformer", {"block": 5, "sharing": "layerwise"}),
+    ],
+    ids=lambda x: x if isinstance(x, str) else x.get("sharing", ""),
+)
+def test_a_copy_has_its_own_adapter(backend, options, llama, ids, tmp_path):
+    """As EMA makes it; a backend is found through PEFT's wrapper around it."""
+    base = attnzoo.swap(llama(), backend, **options)
+    before = logits(base, ids)
+    frozen = {"modules_to_save": []} if options.get("sharing") == "layerwise" else {}
+    model = adapted(base, **frozen)
+    train(model, ids)
+    expected = logits(model, ids)
+    copied = copy.deepcopy(model)
+    names = [[name for name, _ in x.named_parameters()] for x in (model, copied)]
+    assert names[0] == names[1]
+    assert torch.equal(logits(copied, ids), expected)
+    with copied.disable_adapter():
+        assert torch.equal(logits(copied, ids), before)
+    copied.save_pretrained(tmp_path)
+    assert_close(logits(copied.unload(), ids), before)
+    train(model, ids)
+    assert torch.equal(logits(copied, ids), before)
 
 
 def test_features_drawn_again_in_training_are_saved(llama, ids, tmp_path):

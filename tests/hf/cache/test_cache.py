@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 import attnzoo
 from attnzoo.errors import UnsupportedError
-from attnzoo.hf.cache.state_layer import StaticStateLayer
+from attnzoo.hf.cache.state_layer import StaticStateLayer, state_layer
 from attnzoo.hf.seam import cache_argument
 from tests.hf.conftest import RECURRENT
 
@@ -74,9 +74,31 @@ def test_rows_selected_and_repeated(model, ids):
 def test_reset_and_reuse(model, cache, ids, rows):
     step(model, cache, ids)
     cache.reset()
-    assert int(cache.get_seq_length()) == 0
+    assert (int(cache.get_seq_length()), cache.batch_size) == (0, -1)
     logits = [step(model, cache, tokens) for tokens in ids[:rows].flip(1).split((8, 4), 1)]
     assert_close(torch.cat(logits, 1), whole(model, ids[:rows].flip(1)), atol=1e-4, rtol=1e-4)
+    assert cache.batch_size == cache.layers[0].keys.shape[0] == rows
+
+
+@pytest.mark.parametrize("name", ["hybrid", "window", "linformer", "block_sparse"])
+def test_a_state_that_grows_is_no_layer_of_a_smaller_cache(name, llama, ids):
+    """A state of fixed size takes the place of a layer that is quantised or offloaded."""
+    backend, options = GRADIENTS[name]
+    model = attnzoo.swap(llama(), backend, layers={"0": "flash"}, **options)
+    offloaded = hf.DynamicCache()
+    vars(offloaded)["offloading"] = True  # the option needs a GPU
+    cache = hf.QuantizedCache("fp8", model.config)
+    swapped = model.model.layers[1].self_attn.attnzoo
+    if name in ("linformer", "block_sparse"):
+        with pytest.raises(UnsupportedError, match=r"layers\.1\.self_attn: the cache is quantized"):
+            step(model, cache, ids)
+        with pytest.raises(UnsupportedError, match=r"layers\.1\.self_attn: the cache is offloaded"):
+            state_layer(offloaded, 1, swapped)
+    else:
+        assert state_layer(offloaded, 1, swapped).state is None
+        first, _ = (step(model, cache, tokens) for tokens in ids.split(6, 1))
+        assert_close(first, whole(model, ids)[:, :6], atol=1e-4, rtol=1e-4)  # read unrounded
+        assert cache.layers[0]._quantized_keys[0].shape[2] == 12
 
 
 def test_static_state_stays_in_place(model, ids):
