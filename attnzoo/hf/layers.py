@@ -183,6 +183,8 @@ def chunk_size(config: Any, number: int) -> int | None:
 
 def sliding_window(module: nn.Module, config: Any, number: int) -> int | None:
     """Return the sliding window of the model in this layer, or ``None``."""
+    if getattr(module, "is_sliding", None) is False:  # EXAONE 4: the size is set in every layer
+        return None
     if hasattr(module, "sliding_window"):
         window: Any = module.sliding_window
         return window if isinstance(window, int) and not isinstance(window, bool) else None

@@ -52,6 +52,8 @@ def test_windows_caps_and_sinks():
         )
     )
     assert [g.window for g in gemma.values()] == [5, None]
+    exaone = geometries(hf.Exaone4ForCausalLM(hf.Exaone4Config(**sizes, layer_types=kinds)))
+    assert [g.window for g in exaone.values()] == [5, None]
     assert [g.softcap for g in gemma.values()] == [30.0, 30.0]
     oss = geometries(
         hf.GptOssForCausalLM(hf.GptOssConfig(**sizes, layer_types=kinds, num_local_experts=2))

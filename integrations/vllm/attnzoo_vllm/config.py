@@ -10,9 +10,10 @@ from __future__ import annotations
 import copy
 from functools import wraps
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from vllm import ModelRegistry
@@ -32,7 +33,7 @@ STATE_BACKEND = "ATTNZOO_STATE"  # in vLLM's list of backends for layers with a 
 BASES = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 INSTEAD = "transformers runs the folder where attnzoo is imported (attnzoo run, autoload on)"
 PAGED = ("softmax", "flash", "block_sparse")  # tested with keys and values in vLLM's pages
-LAYER_TYPES = "attnzoo_layer_types"  # the layer types of the model itself, None if it has none
+REPLACED = "attnzoo_replaced"  # attributes of the model's own config that vLLM reads otherwise
 
 
 def register_models() -> None:
@@ -67,12 +68,15 @@ def wrap_get_config() -> None:
 
 
 def prepare(config: Any) -> None:
-    """Set the class and the layer types of a swapped model's config, as vLLM reads them.
+    """Set class, layer types and window of a swapped model's config, as vLLM reads them.
+
+    vLLM takes ``sliding_window`` for all layers where no layer type is sliding; here, each layer
+    gets its own window.
 
     Raises:
         ValueError: vLLM cannot serve the model; the message says why, and what to do instead.
     """
-    if hasattr(config, LAYER_TYPES):
+    if hasattr(config, REPLACED):
         return
     refuse_untested()
     base = stock_class_name((getattr(config, "architectures", None) or [""])[0])
@@ -88,25 +92,28 @@ def prepare(config: Any) -> None:
         )
     backends = find_backends(config)
     refuse_backends(backends)
+    logits_scale(config)
     types = getattr(config, "layer_types", None)
-    setattr(config, LAYER_TYPES, types)
+    names = {"layer_types", "sliding_window"} & vars(config).keys()
+    setattr(config, REPLACED, {name: getattr(config, name) for name in sorted(names)})
     kinds = ["full_attention"] * len(backends)  # a model without states is not hybrid for vLLM
     if any(map(has_state, backends)):
         pairs = zip(types or kinds, backends, strict=True)
         kinds = ["linear_attention" if has_state(x) else kind for kind, x in pairs]
-    config.layer_types = kinds
+    config.layer_types, config.sliding_window = kinds, None
     config.architectures = [ARCHITECTURE_PREFIX + base]
 
 
 def restore(config: Any) -> Any:
-    """Return a copy of a prepared config with the model's own layer types and class."""
+    """Return a copy of a prepared config with the model's own layer types, window and class."""
     config = copy.deepcopy(config)
     config.architectures = [*map(stock_class_name, config.architectures)]
-    types = config.__dict__.pop(LAYER_TYPES)
-    if types is None:
-        del config.layer_types
-    else:
-        config.layer_types = types
+    own = config.__dict__.pop(REPLACED)
+    for name in ("layer_types", "sliding_window"):
+        if name in own:
+            setattr(config, name, own[name])
+        else:
+            delattr(config, name)
     return config
 
 
@@ -132,16 +139,70 @@ class Settings(VerifyAndUpdateConfig):
                 )
 
 
-def find_backends(config: Any) -> list[AttentionBackend]:
-    """Return the backends of all layers, from a model without memory."""
+def build_without_memory(config: Any) -> Any:
+    """Return the swapped model of a config with weights that have no memory."""
     config = copy.deepcopy(config)
     config._attn_implementation = NAME
     # An earlier engine in this process has changed the class, which then reads these
     off = CompilationConfig(mode=CompilationMode.NONE)
     engine = SimpleNamespace(compilation_config=off, model_config=SimpleNamespace(hf_config=config))
     with torch.device("meta"), set_current_vllm_config(engine):
-        modules = AutoModelForCausalLM.from_config(config).modules()
+        return AutoModelForCausalLM.from_config(config)
+
+
+def find_backends(config: Any) -> list[AttentionBackend]:
+    """Return the backends of all layers, from a model without memory."""
+    modules = build_without_memory(config).modules()
     return [x for x in map(layer_backend, modules) if x is not None]
+
+
+class _Output(NamedTuple):
+    """What a model below its head returns; all but the hidden states is None."""
+
+    last_hidden_state: Tensor
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def logits_scale(config: Any) -> float:
+    """Return the factor of the logits, from a call of the model's own class.
+
+    vLLM runs the modules below the language model head, and of what the class computes around them
+    it knows ``logit_scale`` and ``final_logit_softcapping``. Here, the class is called with known
+    numbers in the place of hidden states and with a head that returns them.
+
+    Raises:
+        ValueError: The class computes anything else than a factor of the logits.
+    """
+    model = build_without_memory(config)
+    own = model.config.get_text_config()
+    # exact in every dtype, below the cap of all models
+    hidden = torch.tensor([-4.0, -0.5, 1.0, 2.0, 8.0]).repeat(-(-own.vocab_size // 5))
+    hidden = hidden[: own.vocab_size].view(1, 1, -1).double()
+    passed: dict[str, Any] = {}
+
+    def base(*args: Any, **kwargs: Any) -> _Output:
+        passed.update(kwargs, input_ids=args[0] if args else kwargs.get("input_ids"))
+        return _Output(hidden)
+
+    asked = torch.zeros(1, 1, dtype=torch.int64)
+    try:
+        model.base_model.forward = model.get_decoder().forward = base
+        model.get_output_embeddings().forward = lambda x: x
+        logits = model(input_ids=asked, use_cache=False, return_dict=True).logits.double()
+        cap = getattr(own, "final_logit_softcapping", None)
+        expected = hidden if cap is None else cap * torch.tanh(hidden / cap)
+        factors = logits / expected
+        is_factor = bool(((factors - factors[0, 0, 0]).abs() <= 1e-3 * factors.abs()).all())
+    except (AttributeError, IndexError, RuntimeError, TypeError):  # more than a model and a head
+        is_factor = False
+    if not is_factor or passed["input_ids"] is not asked:
+        raise ValueError(
+            f"{type(model).__name__} computes its logits otherwise than by one head on its last "
+            f"hidden states, a factor and a cap, and vLLM would leave that out. {INSTEAD}"
+        )
+    return float(factors[0, 0, 0])
 
 
 def has_state(backend: AttentionBackend) -> bool:
@@ -159,6 +220,12 @@ def refuse_backends(backends: list[AttentionBackend]) -> None:
     """Raise ``ValueError`` if vLLM has no place for what a layer keeps."""
     for backend in backends:
         name, where = backend.name, backend.geometry.name
+        if name in PAGED and backend.capabilities.exact_steps:
+            raise ValueError(
+                f"{where}: with decoding='exact', {name!r} computes generated tokens otherwise "
+                "than those of a prompt, and vLLM computes tokens of either kind again as the "
+                "other (prefix caching, preemption). Set decoding='sparse', or take another backend"
+            )
         if getattr(backend.config, "num_sinks", 0) and backend.geometry.window is not None:
             raise ValueError(
                 f"{where}: the layer has a sliding window of the model, outside of which {name!r} "

@@ -44,12 +44,15 @@ class Layer(nn.Module):
         backend: The backend, a submodule of the model already.
         prefix: vLLM's name of the layer.
         dtype: Of queries, keys and values.
+        scale: Of query-key products, as the module passes it; its attributes may say another one.
     """
 
-    def __init__(self, backend: AttentionBackend, prefix: str, dtype: torch.dtype) -> None:
+    def __init__(
+        self, backend: AttentionBackend, prefix: str, dtype: torch.dtype, scale: float
+    ) -> None:
         super().__init__()
         vars(self)["backend"] = backend  # not a submodule twice
-        self.prefix, self.dtype = prefix, dtype
+        self.prefix, self.dtype, self.scale = prefix, dtype, scale
         self.value_dim = backend.geometry.value_dim or backend.geometry.head_dim
         self.layers = get_current_vllm_config().compilation_config.static_forward_context
         if prefix in self.layers:
@@ -73,14 +76,16 @@ class Layer(nn.Module):
 class StateLayer(Layer, MambaBase):
     """Runs a backend with a state."""
 
-    def __init__(self, backend: AttentionBackend, prefix: str, dtype: torch.dtype) -> None:
-        super().__init__(backend, prefix, dtype)
+    def __init__(
+        self, backend: AttentionBackend, prefix: str, dtype: torch.dtype, scale: float
+    ) -> None:
+        super().__init__(backend, prefix, dtype, scale)
         with torch.device("cpu"):
             state = build_again(backend, dtype, "cpu").empty_state(torch.empty(0, dtype=dtype))
         self.state_class = type(state)
         self.fields = [(x.shape[1:], x.dtype) for x in state]
         self.words = -(-sum(x.nbytes for x in state) // WORD.itemsize)  # rounded up
-        self.scale, self.pool = backend.geometry.scale, None
+        self.pool = None
 
     # -- memory ----------------------------------------------------------------------------------
 
@@ -123,6 +128,7 @@ class StateLayer(Layer, MambaBase):
             row = [y[:, :, tokens:end] for y in (q, k, v)]
             hidden = None if x is None else x[:, tokens:end]
             options = {"state": self.read(step.prefill), "sequences": step.prefill.sequences}
+            options["scale"] = self.scale
             found = self.backend(*row, hidden_states=hidden, return_state=True, **options)
             out[:, tokens:end] = found.out.transpose(1, 2)
             for page, state in zip(self.pool, found.state, strict=True):
@@ -200,7 +206,7 @@ class KeysLayer(Layer, AttentionLayerBase):
             rows = pages[table[: -(-length // size)]].transpose(0, 1).flatten(1, 2)
             keys, values = rows[None, :, :length].split([k.shape[-1], v.shape[-1]], -1)
             mask = AttentionMask(causal=True, q_offset=length - (end - begin))
-            found = self.backend(q[:, :, begin:end], keys, values, mask=mask)
+            found = self.backend(q[:, :, begin:end], keys, values, mask=mask, scale=self.scale)
             out[:, begin:end] = found.out.transpose(1, 2)
 
 

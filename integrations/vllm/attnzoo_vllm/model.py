@@ -28,7 +28,7 @@ from vllm.v1.worker import cpu_model_runner
 from attnzoo.contract.backend import AttentionBackend
 from attnzoo.hf.attention.call import layer_backend, pass_hidden_states
 from attnzoo.hf.names import NAME
-from attnzoo_vllm.config import has_keys, refuse_backends, restore
+from attnzoo_vllm.config import has_keys, logits_scale, refuse_backends, restore
 from attnzoo_vllm.layer import WORD, KeysLayer, Layer, StateLayer, build_again, page_shapes
 
 IMPLEMENTATION = "attnzoo_vllm"  # the attention implementation of transformers
@@ -42,6 +42,9 @@ def attention(
     hidden_states = kwargs.pop(HIDDEN_STATES, None)
     layer = getattr(module, VLLM_ATTN_ATTR)
     if isinstance(layer, Layer):
+        scale = kwargs.get("scaling")
+        if scale is not None and scale != layer.scale:
+            raise ValueError(f"{layer.prefix}: scale {scale} is passed, and {layer.scale} expected")
         return layer(query, key, value, hidden_states), None
     return vllm_attention_forward(module, query, key, value, mask, **kwargs)
 
@@ -55,6 +58,10 @@ if current_platform.is_cpu():
 
 class AttnzooForCausalLM(TransformersForCausalLM, HasInnerState, IsHybrid):
     """A swapped causal language model."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.logits_processor.scale = logits_scale(self.config)
 
     # -- construction, called by vLLM's transformers backend -------------------------------------
 
@@ -109,10 +116,10 @@ class AttnzooForCausalLM(TransformersForCausalLM, HasInnerState, IsHybrid):
                 f"'flash' without num_sinks only, not with {backend.name!r}"
             )
         if has_keys(backend):
-            return KeysLayer(backend, prefix, self.model_config.dtype)
+            return KeysLayer(backend, prefix, self.model_config.dtype, kwargs["scale"])
         if backend.capabilities.needs_hidden_states:
             pass_hidden_states(module, HIDDEN_STATES)
-        return StateLayer(backend, prefix, self.model_config.dtype)
+        return StateLayer(backend, prefix, self.model_config.dtype, kwargs["scale"])
 
     # -- memory ----------------------------------------------------------------------------------
 

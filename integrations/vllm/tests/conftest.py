@@ -21,9 +21,9 @@ import torch
 def folders(tmp_path_factory):
     """Return the folder of each model, saved."""
     made = {}
-    for name, build in models.MODELS.items():
+    for name, (build, layers) in models.MODELS.items():
         made[name] = tmp_path_factory.mktemp("models") / name
-        build().save_pretrained(made[name])
+        models.swap(build(), layers).save_pretrained(made[name])
         models.finish(made[name], is_old=name == "embedded")
     return made
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers.models import exaone4, granite, opt
 
 import attnzoo
 
@@ -26,7 +27,6 @@ LAYERS = (  # one of each kind of state, and vLLM's attention
     ("delta", {"short_convolution": 4, "output_gate": True}),
     ("delta", {"window": 16, "num_sinks": 2, "short_convolution": 4}),
     ("block_sparse", {"window": 16, "num_sinks": 2, "top_k": 2, "block_size": 8}),
-    ("block_sparse", {"window": 16, "top_k": 2, "decoding": "exact"}),
     ("flash", {"window": 16, "num_sinks": 2}),
     ("flash", {"window": 32}),
     ("softmax", {}),
@@ -72,14 +72,48 @@ def random_qwen(layers):
     return draw_weights(Qwen3ForCausalLM(config).float())
 
 
-def embedded(layers):
-    """Return the embedded model, swapped."""
-    return swap(AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32), layers)
+def embedded():
+    """Return the embedded model."""
+    return AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32)
 
 
-MODELS = {
-    "qwen": lambda: swap(random_qwen(len(LAYERS)), LAYERS),
-    "embedded": lambda: embedded([LAYERS[i] for i in (6, 11, 14, 10)]),
+SIZES = {
+    "vocab_size": 384, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+GROUPED = SIZES | {"intermediate_size": 256, "num_key_value_heads": 2}
+
+
+def random_granite():
+    """Return a Granite, four of whose numbers multiply something that other families do not."""
+    config = granite.GraniteConfig(
+        **GROUPED, embedding_multiplier=3.0, logits_scaling=0.37, residual_multiplier=0.6,
+        attention_multiplier=0.11, tie_word_embeddings=False,
+    )  # fmt: skip
+    return draw_weights(granite.GraniteForCausalLM(config).float())
+
+
+def random_exaone():
+    """Return an EXAONE 4, whose windows and rotary positions are in some layers only."""
+    types = ["sliding_attention", "full_attention"] * 2
+    config = exaone4.Exaone4Config(
+        **GROUPED, sliding_window=24, layer_types=types, tie_word_embeddings=False
+    )
+    return draw_weights(exaone4.Exaone4ForCausalLM(config).float())
+
+
+def random_opt():
+    """Return an OPT, which scales its own queries."""
+    config = opt.OPTConfig(**SIZES, ffn_dim=256, word_embed_proj_dim=128)
+    return draw_weights(opt.OPTForCausalLM(config).float())
+
+
+MODELS = {  # a function that builds it, and its layers
+    "qwen": (lambda: random_qwen(len(LAYERS)), LAYERS),
+    "embedded": (embedded, [LAYERS[i] for i in (6, 11, 13, 10)]),
+    "granite": (random_granite, [LAYERS[i] for i in (2, 11, 12, 13)]),
+    "exaone": (random_exaone, [LAYERS[i] for i in (13, 14, 14, 14)]),
+    "opt": (random_opt, [LAYERS[i] for i in (2, 11, 12, 13)]),
 }
 
 

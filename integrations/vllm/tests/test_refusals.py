@@ -12,7 +12,19 @@ import torch
 from attnzoo_vllm import config as prepared
 from attnzoo_vllm import register, versions
 from attnzoo_vllm.layer import KeysLayer
-from transformers import AutoConfig, BertConfig, BertForMaskedLM, MistralConfig
+from transformers import (
+    AutoConfig,
+    BertConfig,
+    BertForMaskedLM,
+    CohereConfig,
+    Gemma2Config,
+    GraniteConfig,
+    MistralConfig,
+    MixtralConfig,
+    ModernBertDecoderConfig,
+    OPTConfig,
+    RecurrentGemmaConfig,
+)
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 
@@ -49,6 +61,10 @@ def spec_folder(tmp_path):
             "'block_sparse' continues without an indexer and with query_block=1 only",
         ),
         ({"backend": "block_sparse", "options": {"score": "indexer"}}, "without an indexer"),
+        (
+            {"backend": "block_sparse", "options": {"decoding": "exact"}},
+            "prefix caching, preemption.*Set decoding='sparse'",
+        ),
         ({"backend": "linformer", "options": {"block": 64}}, "does not serve backend 'linformer'"),
         ({"layers": {"2": {"backend": "reformer"}}}, r"layers\.2.*Give the layer 'flash'"),
     ],
@@ -74,7 +90,7 @@ def test_keys_in_another_dtype(spec_folder):
     backend = prepared.find_backends(config)[0]
     engine = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
     with set_current_vllm_config(engine):
-        layer = KeysLayer(backend, "layer", torch.bfloat16)
+        layer = KeysLayer(backend, "layer", torch.bfloat16, 0.3)
     for dtype in ("auto", "bfloat16", "fp8"):
         engine.cache_config = SimpleNamespace(cache_dtype=dtype, block_size=32)
         if dtype == "fp8":
@@ -134,6 +150,29 @@ def test_folders_of_all_versions_get_one_class(is_old, spec_folder):
     restored = prepared.restore(found.hf_config)
     assert restored.architectures == ["LlamaForCausalLM"]
     assert not hasattr(restored, "layer_types")
+
+
+@pytest.mark.parametrize(
+    ("config", "scale"),
+    [
+        (GraniteConfig(logits_scaling=0.37), 1 / 0.37),
+        (CohereConfig(logit_scale=0.3), 0.3),
+        (Gemma2Config(final_logit_softcapping=11.0), 1.0),
+        (MixtralConfig(num_local_experts=2), 1.0),
+        (OPTConfig(), 1.0),
+        (RecurrentGemmaConfig(logits_soft_cap=11.0), None),
+        (ModernBertDecoderConfig(), None),
+    ],
+    ids=lambda x: getattr(x, "model_type", ""),
+)
+def test_what_classes_compute_beside_their_heads(config, scale):
+    """A factor of the logits is found, and what vLLM does not compute is refused."""
+    config.attnzoo = attnzoo.AttentionSpec("softmax")
+    if scale is None:
+        with pytest.raises(ValueError, match="computes its logits otherwise than by one head"):
+            prepared.logits_scale(config)
+    else:
+        assert prepared.logits_scale(config) == pytest.approx(scale)
 
 
 def test_a_model_without_states_is_not_hybrid(spec_folder):
