@@ -23,9 +23,10 @@ import typer
 
 from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.spec import AttentionSpec
+from attnzoo.training.candidates import preset_candidates
 from attnzoo.training.loading import load_rows
 from attnzoo.training.loop import LoopConfig
-from attnzoo.training.plan import make_plan, preset_candidates
+from attnzoo.training.plan import make_plan
 from attnzoo.training.recover import RecoverConfig, recover
 from attnzoo.training.train_config import TrainConfig
 

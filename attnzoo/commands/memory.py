@@ -16,7 +16,13 @@ from attnzoo.report.live import show_status
 
 Length = Annotated[str, typer.Option(help="tokens per row, such as 32k")]
 Batch = Annotated[int, typer.Option(min=1, help="rows")]
-Dtype = Annotated[str, typer.Option(help="data type of the weights")]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        help="data type of the weights; default: that of the saved model (recover and finetune "
+        "train in float32)"
+    ),
+]
 Optimizer = Annotated[str, typer.Option(help="adamw, adamw_8bit (bitsandbytes), adafactor or sgd")]
 Train = Annotated[
     str, typer.Option(help="full, lora (adapters and extras) or extras (of the backends)")
@@ -62,7 +68,7 @@ def memory(
     length: Length = "4k",
     batch: Batch = 1,
     attention: Attentions = None,
-    dtype: Dtype = "float32",
+    dtype: Dtype = None,
     optimizer: Optimizer = "adamw",
     train: Train = "full",
     lora_rank: LoraRank = 16,
@@ -88,11 +94,13 @@ def memory(
     """
     from attnzoo.evaluation.memory_case import MemoryCase
     from attnzoo.evaluation.models import model_path
+    from attnzoo.hf.saving.dtype import dtype_name, saved_dtype
     from attnzoo.training import distil_memory  # noqa: F401 - registers the loss "distil"
     from attnzoo.training.budget import parse_size
 
     limit = fit and parse_size(fit, "--fit")
     path = str(model_path(model))
+    dtype = dtype or dtype_name(saved_dtype(Path(path)))
     cases = [
         MemoryCase(
             path=path,

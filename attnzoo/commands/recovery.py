@@ -301,7 +301,7 @@ def _candidate_specs(candidates: list[str] | None, window: int | None) -> dict[s
         candidates: The texts; the default candidates when ``None``.
         window: Window of every candidate that has one; ``None`` for their own.
     """
-    from attnzoo.training.plan import CANDIDATE_BACKENDS, preset_candidates, with_window
+    from attnzoo.training.candidates import CANDIDATE_BACKENDS, preset_candidates, with_window
 
     specs = {}
     for given in candidates or CANDIDATE_BACKENDS:

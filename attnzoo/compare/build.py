@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,8 @@ from transformers import AutoConfig, DynamicCache, PreTrainedModel
 from attnzoo.compare.cases import CostCase, ModelInfo
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
-from attnzoo.evaluation.decoding import PREFILL_TOKENS, cache_bytes
+from attnzoo.evaluation.decoding import PREFILL_TOKENS
+from attnzoo.evaluation.equal_memory import saved_cache_bytes
 from attnzoo.evaluation.timing import Run
 from attnzoo.hf.attention.call import layer_backend
 from attnzoo.hf.configs import read_field
@@ -29,14 +30,7 @@ from attnzoo.spec import AttentionSpec
 DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
-class PreparedCall(NamedTuple):
-    """A function to measure, and the bytes of the cache in decoding."""
-
-    run: Run
-    cache_bytes: int | None = None
-
-
-def prepare(case: CostCase, info: ModelInfo) -> PreparedCall:
+def prepare(case: CostCase, info: ModelInfo) -> Run:
     """Return the function that a case measures.
 
     Raises:
@@ -53,6 +47,17 @@ def prepare(case: CostCase, info: ModelInfo) -> PreparedCall:
     model = load(info, case)
     make = _layer if case.level == "layer" else _model
     return make(case, info, model)
+
+
+def cache_size(case: CostCase, info: ModelInfo) -> int:
+    """Return the bytes of the cache after T tokens: of the model, or of its first attention layer.
+
+    Raises:
+        AttnzooError: The backend does not support the model, or the bytes depend on values.
+    """
+    dtype = getattr(torch, info.dtype)
+    sizes = saved_cache_bytes(Path(info.path), _spec(case), case.T, dtype)
+    return case.B * (sum(sizes.values()) if case.level == "model" else sizes[info.geometry.layer])
 
 
 def _prefill_chunks(length: int) -> Iterator[int]:
@@ -94,41 +99,37 @@ def _inputs(case: CostCase, info: ModelInfo, length: int, backend: Any) -> dict[
     return inputs
 
 
-def _op(case: CostCase, info: ModelInfo) -> PreparedCall:
+def _op(case: CostCase, info: ModelInfo) -> Run:
     """Prepare forward, or forward + backward, over T tokens."""
     backend = _backend(case, info)
     inputs = _inputs(case, info, case.T, backend)
     if case.mode == "forward":
-        return PreparedCall(torch.no_grad()(lambda: backend(**inputs).out))
+        return torch.no_grad()(lambda: backend(**inputs).out)
     wanted = [*(x.requires_grad_() for x in inputs.values()), *backend.parameters()]
 
     def train() -> Any:
         out = backend(**inputs).out
         return out, torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)
 
-    return PreparedCall(train)
+    return train
 
 
 @torch.no_grad()
-def _op_step(case: CostCase, info: ModelInfo) -> PreparedCall:
+def _op_step(case: CostCase, info: ModelInfo) -> Run:
     """Prepare one token after T tokens, from all keys or from the state of the earlier tokens."""
     backend = _backend(case, info)
     token = _inputs(case, info, 1, backend)
     if backend.keeps_all_keys:
         before = _inputs(case, info, case.T, backend)
         k, v = (torch.cat([before[name], token[name]], 2) for name in "kv")
-        size = before["k"].nbytes + before["v"].nbytes
         mask = AttentionMask(causal=True, q_offset=case.T)
         inputs = token | {"k": k, "v": v}
-        return PreparedCall(torch.no_grad()(lambda: backend(**inputs, mask=mask).out), size)
+        return torch.no_grad()(lambda: backend(**inputs, mask=mask).out)
     state = None
     for length in _prefill_chunks(case.T):
         chunk = _inputs(case, info, length, backend)
         state = backend(**chunk, state=state, return_state=True).state
-    assert state is not None
-    size = sum(int(x.nbytes) for x in state if isinstance(x, Tensor))
-    step = torch.no_grad()(lambda: backend(**token, state=state, return_state=True).out)
-    return PreparedCall(step, size)
+    return torch.no_grad()(lambda: backend(**token, state=state, return_state=True).out)
 
 
 # -- model and layer -----------------------------------------------------------------------------
@@ -166,15 +167,15 @@ def _arguments(
     return arguments
 
 
-def _model(case: CostCase, info: ModelInfo, model: PreTrainedModel) -> PreparedCall:
+def _model(case: CostCase, info: ModelInfo, model: PreTrainedModel) -> Run:
     """Prepare a forward pass, a training step without optimizer, or a decoding step."""
     if case.mode == "decode":
         cache = filled_cache(model, case, info)
         arguments = _arguments(model, case, info, 1) | cache_argument(cache)
-        return PreparedCall(torch.no_grad()(lambda: model(**arguments)), cache_bytes(cache))
+        return torch.no_grad()(lambda: model(**arguments))
     arguments = _arguments(model, case, info, case.T)
     if case.mode == "forward":
-        return PreparedCall(torch.no_grad()(lambda: model(**arguments)))
+        return torch.no_grad()(lambda: model(**arguments))
     if "labels" in inspect.signature(type(model).forward).parameters and info.causal:
         arguments["labels"] = arguments["input_ids"]
 
@@ -183,7 +184,7 @@ def _model(case: CostCase, info: ModelInfo, model: PreTrainedModel) -> PreparedC
         out = model(**arguments)
         (out.loss if "labels" in arguments else out[0].float().mean()).backward()
 
-    return PreparedCall(train)
+    return train
 
 
 class _LayerCalled(Exception):
@@ -194,20 +195,19 @@ class _LayerCalled(Exception):
         self.call = args, kwargs
 
 
-def _layer(case: CostCase, info: ModelInfo, model: PreTrainedModel) -> PreparedCall:
+def _layer(case: CostCase, info: ModelInfo, model: PreTrainedModel) -> Run:
     """Prepare the first attention module with the arguments that the model calls it with."""
     module = attention_layers(model)[0].module
-    size, cache = None, None
+    cache = None
     arguments = _arguments(model, case, info, 1 if case.mode == "decode" else case.T)
     if case.mode == "decode":
         cache = filled_cache(model, case, info)
         arguments |= cache_argument(cache)
-        size = cache_bytes(cache) // len(attention_layers(model))
     args, kwargs = _layer_arguments(model, module, arguments)
     if cache is not None:
-        return PreparedCall(_with_cache_reset(lambda: module(*args, **kwargs), cache), size)
+        return _with_cache_reset(lambda: module(*args, **kwargs), cache)
     if case.mode != "train":
-        return PreparedCall(torch.no_grad()(lambda: module(*args, **kwargs)), size)
+        return torch.no_grad()(lambda: module(*args, **kwargs))
     name = next((n for n in ("hidden_states", "x") if n in kwargs), None)
     hidden = (kwargs[name] if name else args[0]).detach().requires_grad_()
     rest, named = (args, kwargs | {name: hidden}) if name else ((hidden, *args[1:]), kwargs)
@@ -217,7 +217,7 @@ def _layer(case: CostCase, info: ModelInfo, model: PreTrainedModel) -> PreparedC
         out = module(*rest, **named)[0]
         return out, torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)
 
-    return PreparedCall(train)
+    return train
 
 
 def _with_cache_reset(step: Run, cache: Any) -> Run:

@@ -128,6 +128,7 @@ class ModelInfo:
         trained_positions: Number of positions that it was trained on, if its config has it.
         text_model: Whether it runs on token ids alone, so that layers and the model can run.
         module: Module that defines its class.
+        dtype: Data type in which caches and memory are counted.
     """
 
     path: str
@@ -140,3 +141,4 @@ class ModelInfo:
     trained_positions: int | None
     text_model: bool
     module: str
+    dtype: str

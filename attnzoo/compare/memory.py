@@ -7,6 +7,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from attnzoo.compare.cases import CostCase, ModelInfo, is_exact
 from attnzoo.compare.workers import OK, REFUSED
 from attnzoo.errors import AttnzooError
@@ -85,7 +87,8 @@ def add_equal_windows(
         if is_exact(case.spec) or key in known:
             continue
         try:
-            found = equal_window(Path(info.path), AttentionSpec.from_dict(case.spec), case.T)
+            spec = AttentionSpec.from_dict(case.spec)
+            found = equal_window(Path(info.path), spec, case.T, getattr(torch, case.dtype))
             result: Row = {"status": OK, "window": found.widest or None, **found.to_dict()}
         except AttnzooError as error:
             result = {"status": REFUSED, "reason": str(error)}
@@ -103,11 +106,16 @@ def equal_windows(rows: Sequence[Row]) -> dict[str, int | None]:
     }
 
 
-def memory_cases(cases: Sequence[CostCase]) -> list[CostCase]:
-    """Return a case of each attention at the longest length, on the CPU and at model level."""
+def memory_cases(cases: Sequence[CostCase], dtype: str) -> list[CostCase]:
+    """Return a case of each attention at the longest length, on the CPU and at model level.
+
+    Args:
+        cases: All cases.
+        dtype: Data type in which memory is counted.
+    """
     longest = max((case.T for case in cases), default=0)
     found = {
-        case.attention: replace(case, level="model", mode="train", device="cpu")
+        case.attention: replace(case, level="model", mode="train", device="cpu", dtype=dtype)
         for case in cases
         if longest == case.T and case.level == "model"
     }

@@ -51,6 +51,7 @@ from attnzoo.evaluation.results import FORMAT, Row, append, commit, open_results
 from attnzoo.evaluation.timing import machine
 from attnzoo.hf.configs import has_field, read_field
 from attnzoo.hf.layers import attention_layers
+from attnzoo.hf.saving.dtype import dtype_name, saved_dtype
 from attnzoo.hf.saving.files import empty_model, hash_weights
 from attnzoo.report.output_path import check_folder
 from attnzoo.spec import AttentionSpec
@@ -76,7 +77,8 @@ class CompareConfig:
         mode: One of ``MODES``.
         tokens: Tokens per call; the number of rows follows from it.
         batch: Number of rows, instead of ``tokens``.
-        dtype: Data type; float32 on a CPU and bfloat16 on a GPU when ``None``.
+        dtype: Data type; when ``None``, time is measured in float32 on a CPU and bfloat16 on a GPU,
+            and caches and memory are counted in the dtype of the saved weights.
         devices: Devices; all available ones when ``None``.
         text: File to evaluate quality on; the standard library for the embedded model.
         quality: Whether to measure quality.
@@ -143,6 +145,7 @@ def read_model_info(model: str) -> ModelInfo:
         text_model=has_field(empty.config, "vocab_size")
         and not read_field(empty.config, "is_encoder_decoder", False),
         module=type(empty).__module__,
+        dtype=dtype_name(saved_dtype(path)),
     )
 
 
@@ -212,6 +215,7 @@ def compare(
     """
     info = read_model_info(config.model)
     specs, devices = check(config, info)
+    info = replace(info, dtype=config.dtype or info.dtype)
     check_folder(config.out)
     batch = None if missing_quality(config, info) else _quality_batch(config, info)
     cases = [case for device in devices for case in _cases(config, specs, device)]
@@ -233,7 +237,7 @@ def compare(
         memory_bytes={device: count for device, count in memory.items() if count},
         preload=[info.module],
     )
-    sizes = memory_cases(cases) if config.footprint and info.text_model else []
+    sizes = memory_cases(cases, info.dtype) if config.footprint and info.text_model else []
     total = len(cases) + len(sizes) + (len(specs) if batch else 0)
     if unchecked := _gpu_cases(cases, rows):
         on_progress(0, total, "checking GPU kernels, up to a minute each, once")

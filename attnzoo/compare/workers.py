@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from attnzoo.compare.build import load, prepare
+from attnzoo.compare.build import cache_size, load, prepare
 from attnzoo.compare.cases import CostCase, ModelInfo
 from attnzoo.errors import AttnzooError
 from attnzoo.evaluation.embeddings import EmbeddingEvalBatch, measure_embeddings
@@ -48,16 +48,18 @@ def measure_cost(
         baseline: The same with exact attention; ``None`` if there is none, or it takes too long.
         limit: Seconds for all rounds of case and baseline.
     """
-    prepared = prepare(case, info)
-    timing, peak = measure(prepared.run, case.device, min_run_time=min_run_time)
+    run = prepare(case, info)
+    timing, peak = measure(run, case.device, min_run_time=min_run_time)
     pairs = None
     if baseline is not None:
         with suppress(AttnzooError, RuntimeError, MemoryError):  # then there are no pairs
-            other = prepare(baseline, info).run
-            pairs = measure_beside(
-                prepared.run, other, case.device, min_run_time=min_run_time, limit=limit
-            )
+            other = prepare(baseline, info)
+            pairs = measure_beside(run, other, case.device, min_run_time=min_run_time, limit=limit)
     timing = timing if pairs is None else pairs[0]
+    kept = None
+    if case.mode == "decode":
+        with suppress(AttnzooError):  # then it is unknown
+            kept = cache_size(case, info)
     return {
         "median_ms": round(timing.median_ms, 4),
         "min_ms": round(timing.min_ms, 4),
@@ -66,7 +68,7 @@ def measure_cost(
         "rounds_ms": [round(ms, 4) for ms in timing.rounds_ms],
         "baseline_ms": [] if pairs is None else [round(ms, 4) for ms in pairs[1].rounds_ms],
         "peak_bytes": peak,
-        "kept_bytes": prepared.cache_bytes,
+        "kept_bytes": kept,
     }
 
 
@@ -92,7 +94,7 @@ def check_case_kernels(cases: Sequence[CostCase], info: ModelInfo) -> Measured:
     def run_cases() -> None:
         for case in cases:
             with suppress(AttnzooError, RuntimeError):
-                prepare(case, info).run()
+                prepare(case, info)()
 
     checks = check_kernels(run_cases, log=lambda text: None)
     return {"checks": [str(check) for check in checks if not check.stored]}

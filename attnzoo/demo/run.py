@@ -18,6 +18,7 @@ import attnzoo
 from attnzoo.errors import AttnzooError, SpecError
 from attnzoo.evaluation.data import EvalBatch, make_eval_batch
 from attnzoo.evaluation.decoding import PREFILL_TOKENS, measure_together
+from attnzoo.evaluation.equal_memory import saved_cache_bytes
 from attnzoo.evaluation.models import (
     EMBEDDED,
     embedded_model_path,
@@ -51,7 +52,7 @@ class SwapResult:
         recall_bits_per_byte: On the second copy of a repeated segment.
         parameters_added: Number of parameters that the backend adds.
         decode_ms: Milliseconds per token, by context length.
-        cache_bytes: Bytes of the cache, by context length.
+        cache_bytes: Bytes of the cache in the dtype of the saved weights, by context length.
         refused: Why the backend does not support the model; empty if it does.
         loss_rows: The contribution of each row to ``bits_per_byte``, which is their mean.
         rounds_ms: Milliseconds of each timed token, by context length.
@@ -162,7 +163,10 @@ def _measure(
             model, contexts, batch.stream, lengths, lambda: progress.advance(task)
         )
         cost = costs["swap"]
-        result.decode_ms, result.cache_bytes = cost.decode_ms, cost.cache_bytes
+        result.decode_ms = cost.decode_ms
+        result.cache_bytes = {
+            length: sum(saved_cache_bytes(path, spec, length).values()) for length in lengths
+        }
         result.rounds_ms, result.original_ms = cost.rounds_ms, costs["original"].rounds_ms
     except AttnzooError as error:
         result.refused = str(error)

@@ -222,10 +222,10 @@ def counted(mode: FakeTensorMode) -> Iterator[AllocationTracker]:
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UnsupportedError(
             f"the memory cannot be computed without running the model: {error.func} depends on "
-            "values of floats; measure it (--measure)"
+            "values of floats"
         ) from error
     except RuntimeError as error:
         raise UnsupportedError(
             "the memory cannot be computed without running the model: "
-            f"{str(error).strip().splitlines()[0]}; measure it (--measure)"
+            f"{str(error).strip().splitlines()[0]}"
         ) from error

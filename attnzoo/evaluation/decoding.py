@@ -1,4 +1,4 @@
-"""Decoding cost: time per token and cache size after a number of tokens."""
+"""Decoding cost: time per token after a number of tokens, and the bytes of a cache."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedModel
 
 from attnzoo.evaluation.cost_laws import contradicted
@@ -19,7 +20,6 @@ from attnzoo.hf.seam import cache_argument
 
 PREFILL_TOKENS = 1024  # per forward call while the cache is filled
 TIMED_TOKENS = 12  # per context length
-FILLED_TOKENS = 2048  # at most; beyond them a cache grows linearly or is constant
 
 
 @dataclass(kw_only=True)
@@ -28,14 +28,12 @@ class DecodingCost:
 
     Attributes:
         decode_ms: Median milliseconds per token.
-        cache_bytes: Bytes of the cache.
         rounds_ms: Milliseconds of each timed token.
         busy: Lengths whose times contradict those of longer contexts, also when measured again:
             the machine was busy.
     """
 
     decode_ms: dict[int, float] = field(default_factory=dict)
-    cache_bytes: dict[int, int] = field(default_factory=dict)
     rounds_ms: dict[int, list[float]] = field(default_factory=dict)
     busy: list[int] = field(default_factory=list)
 
@@ -51,7 +49,7 @@ def measure_decoding(
     lengths: Sequence[int],
     on_step: OnStep = lambda: None,
 ) -> DecodingCost:
-    """Fill a cache and return the decoding time and the cache size at each context length.
+    """Fill a cache and return the decoding time at each context length.
 
     Args:
         model: A causal model in evaluation mode.
@@ -107,11 +105,10 @@ def _measure_once(
 
     seen = 0
     for length in lengths:
-        for name, cost in costs.items():
+        for name in costs:
             for chunk in stream[seen:length].split(PREFILL_TOKENS) if length > seen else ():
                 run(name, chunk)
                 on_step()
-            cost.cache_bytes[length] = cache_bytes(caches[name])
         times: dict[str, list[float]] = {name: [] for name in contexts}
         for _ in range(TIMED_TOKENS):
             for name in contexts:
@@ -127,36 +124,14 @@ def _measure_once(
 
 def cache_bytes(cache: DynamicCache) -> int:
     """Return the bytes of all tensors in a cache."""
-    return sum(layer_bytes(layer) for layer in cache.layers)
-
-
-def bytes_of_layers(
-    fill: Callable[[int], dict[int, int]], length: int, limit: int | None
-) -> dict[int, int]:
-    """Return the cache bytes of each layer at a length, by layer index.
-
-    Lengths above ``FILLED_TOKENS``, or the model's positions, are extrapolated linearly from two
-    shorter ones.
-
-    Args:
-        fill: Returns them at a length, of a cache that is filled.
-        length: Tokens of one sequence.
-        limit: Positions of the model; ``None`` without a limit.
-    """
-    last = FILLED_TOKENS if limit is None else min(FILLED_TOKENS, limit)
-    if length <= last:
-        return fill(length)
-    first = last // 2
-    short, long = fill(first), fill(last)
-    steps = (length - last) / (last - first)
-    return {n: long[n] + round((long[n] - short[n]) * steps) for n in long}
+    return _bytes([vars(layer) for layer in cache.layers])
 
 
 def layer_bytes(layer: Any) -> int:
-    """Return the bytes of the tensors in one cache layer: a state, or keys and values."""
-    state = getattr(layer, "state", None)
-    if state is None:
-        tensors: Any = (getattr(layer, "keys", None), getattr(layer, "values", None))
-    else:
-        tensors = state
-    return sum(x.numel() * x.element_size() for x in tensors if isinstance(x, Tensor))
+    """Return the bytes of all tensors in one cache layer: states, or keys and values."""
+    return _bytes(vars(layer))
+
+
+def _bytes(tree: Any) -> int:
+    found = {id(x): x for x in tree_leaves(tree) if isinstance(x, Tensor)}
+    return sum(x.numel() * x.element_size() for x in found.values())

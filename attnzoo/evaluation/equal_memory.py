@@ -1,4 +1,4 @@
-"""The window that needs as much memory as a swap: the fair baseline of a swap.
+"""The bytes of a cache, and the window that needs as much memory as a swap: its fair baseline.
 
 A swap keeps a state, a window, or all keys for later tokens. A window of as many bytes is exact
 attention on the latest keys, needs no training, and is what else the memory could be used for. Each
@@ -8,26 +8,31 @@ are equal too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import json
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
 
-from attnzoo.evaluation.allocations import fake_model
-from attnzoo.evaluation.decoding import bytes_of_layers, layer_bytes
-from attnzoo.evaluation.memory import build_model
-from attnzoo.evaluation.memory_case import MemoryCase
-from attnzoo.evaluation.models import max_positions
+from attnzoo.evaluation.allocations import counted, fake_model
+from attnzoo.evaluation.decoding import layer_bytes
 from attnzoo.hf.attention.call import layer_backend
+from attnzoo.hf.configs import read_field
 from attnzoo.hf.layers import attention_layers
+from attnzoo.hf.names import NAME
 from attnzoo.hf.saving.dtype import saved_dtype
+from attnzoo.hf.saving.files import empty_model, model_class, read_config
 from attnzoo.hf.seam import cache_argument
 from attnzoo.spec import AttentionSpec
 
 EXACT = "flash"
+STEP = 1024  # tokens, at least, after which a long cache grows evenly
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,24 +87,27 @@ class EqualWindow:
         }
 
 
-def equal_window(path: Path, spec: AttentionSpec, length: int) -> EqualWindow:
+def equal_window(
+    path: Path, spec: AttentionSpec, length: int, dtype: torch.dtype | None = None
+) -> EqualWindow:
     """Return the windows that need as many bytes as a swap at a length.
 
-    The bytes are those of the saved weights' dtype, computed without running the model. A window
-    is at least one token.
+    A window is at least one token.
 
     Args:
         path: Folder of a saved causal model.
         spec: The swap.
         length: Tokens of one sequence.
+        dtype: Data type of the weights; that of ``from_pretrained`` when ``None``.
 
     Raises:
-        AttnzooError: The model cannot be swapped so, or has too few positions.
+        AttnzooError: The model cannot be swapped so, or its prefill depends on values.
     """
-    exact = layer_cache_bytes(path, AttentionSpec(EXACT), length)
-    swapped = layer_cache_bytes(path, spec, length)
+    exact = saved_cache_bytes(path, AttentionSpec(EXACT), length, dtype)
+    swapped = saved_cache_bytes(path, spec, length, dtype)
+    numbers = sorted({layer.geometry.layer for layer in attention_layers(empty_model(path))})
     windows: dict[int, int | None] = {}
-    for number in sorted(approximate_layers(spec, swapped)):
+    for number in approximate_layers(spec, numbers):
         whole = exact[number]
         fits = swapped[number] * length // whole
         windows[number] = None if fits >= length else max(1, fits)
@@ -111,7 +119,7 @@ def equal_window(path: Path, spec: AttentionSpec, length: int) -> EqualWindow:
     )
 
 
-def approximate_layers(spec: AttentionSpec, layers: Mapping[int, Any]) -> list[int]:
+def approximate_layers(spec: AttentionSpec, layers: Iterable[int]) -> list[int]:
     """Return the indices of the layers that do not compute softmax over all keys."""
     return [
         number
@@ -121,41 +129,120 @@ def approximate_layers(spec: AttentionSpec, layers: Mapping[int, Any]) -> list[i
     ]
 
 
-def layer_cache_bytes(
-    path: Path, spec: AttentionSpec | None, length: int, dtype: str | None = None
+def saved_cache_bytes(
+    path: Path, spec: AttentionSpec | None, length: int, dtype: torch.dtype | None = None
 ) -> dict[int, int]:
-    """Return the bytes that each attention layer keeps for one sequence, computed without weights.
-
-    Lengths above 2,048 tokens, or the model's positions, are extrapolated linearly from two shorter
-    ones.
+    """Return the bytes that each layer of a saved model keeps for one sequence.
 
     Args:
-        path: Folder of a saved causal model.
+        path: Folder of a saved causal model; its weights are not read.
         spec: The swap; ``None`` for the attention of the model's config.
         length: Tokens of the sequence.
-        dtype: Data type of the weights; that of the saved ones when ``None``.
+        dtype: Data type of the weights; that of ``from_pretrained`` when ``None``.
 
     Returns:
-        Bytes by layer index.
+        Bytes by layer index, as of :func:`layer_cache_bytes`.
     """
-    kind = dtype or str(saved_dtype(path)).removeprefix("torch.")
-    return bytes_of_layers(
-        lambda tokens: _layer_bytes(path, spec, tokens, kind), length, max_positions(path)
-    )
+    config = read_config(path)
+    cls = model_class(config, path)
+    return layer_cache_bytes(cls, config, spec, length, dtype or saved_dtype(path))
+
+
+def layer_cache_bytes(
+    cls: type[PreTrainedModel],
+    config: Any,
+    spec: AttentionSpec | None,
+    length: int,
+    dtype: torch.dtype,
+) -> dict[int, int]:
+    """Return the bytes that each layer keeps for one sequence, by a prefill on fake tensors.
+
+    Every size of a cache that attnzoo gives comes from here, or is measured. Where a sequence is
+    longer than all windows, the bytes grow by the same number every few blocks, so they follow from
+    two shorter lengths.
+
+    Args:
+        cls: Class of the model, which is causal.
+        config: Its config.
+        spec: The swap; ``None`` for the attention of the config.
+        length: Tokens of the sequence, of any number of positions.
+        dtype: Data type of the weights.
+
+    Returns:
+        Bytes by layer index, of layers without attention too.
+
+    Raises:
+        UnsupportedError: A backend does not support the model, or the prefill depends on values.
+    """
+    text = json.dumps([config.to_dict(), spec and spec.to_dict()], default=str, sort_keys=True)
+    key = cls, text, length, dtype
+    if (known := _known.get(key)) is None:
+        known = _known[key] = _prefill(cls, config, spec, length, dtype)
+    return dict(known)
+
+
+_known: dict[tuple[Any, ...], dict[int, int]] = {}  # of earlier calls of layer_cache_bytes
 
 
 @torch.no_grad()
-def _layer_bytes(path: Path, spec: AttentionSpec | None, length: int, dtype: str) -> dict[int, int]:
-    case = MemoryCase(
-        path=str(path),
-        spec=None if spec is None else spec.to_dict(),
-        length=length,
-        dtype=dtype,
-    )
-    model, mode = fake_model(lambda: build_model(case))
-    with mode:
-        cache = DynamicCache(config=model.config)
-        tokens = torch.zeros(1, length, dtype=torch.long)
-        model.eval()(input_ids=tokens, **cache_argument(cache), use_cache=True)
-    numbers = {x.geometry.layer for x in attention_layers(model) if layer_backend(x.module)}
-    return {number: layer_bytes(cache.layers[number]) for number in sorted(numbers)}
+def _prefill(
+    cls: type[PreTrainedModel],
+    config: Any,
+    spec: AttentionSpec | None,
+    length: int,
+    dtype: torch.dtype,
+) -> dict[int, int]:
+    model, mode = fake_model(lambda: _build(cls, config, spec, dtype))
+    model.eval()
+
+    def fill(tokens: int) -> dict[int, int]:
+        with counted(mode):
+            cache = DynamicCache(config=model.config)
+            row = torch.zeros(1, tokens, dtype=torch.long)
+            model(input_ids=row, **cache_argument(cache), use_cache=True)
+        return {number: layer_bytes(layer) for number, layer in enumerate(cache.layers)}
+
+    window, period = longest_window(model)
+    step = period * -(-STEP // period)
+    longest = window + 2 * step
+    if length <= longest:
+        return fill(length)
+    steps = -(-(length - longest) // step)
+    before, last = (fill(length - n * step) for n in (steps + 1, steps))
+    return {n: size + steps * (size - before[n]) for n, size in last.items()}
+
+
+def _build(
+    cls: type[PreTrainedModel], config: Any, spec: AttentionSpec | None, dtype: torch.dtype
+) -> PreTrainedModel:
+    config = copy.deepcopy(config)
+    if spec is not None:
+        config.attnzoo = spec.to_dict()
+    swapped = read_field(config, NAME) is not None
+    options = {"attn_implementation": NAME} if swapped else {}
+    model: PreTrainedModel = cls._from_config(config, dtype=dtype, **options)
+    return model
+
+
+def longest_window(model: nn.Module) -> tuple[int, int]:
+    """Return the keys that the widest window of a model's layers spans, and its blocks' multiple.
+
+    Returns:
+        The first length from which a cache grows evenly, 0 without windows; and the number of
+        tokens after which blocks of all layers end together, 1 without blocks.
+    """
+    longest, period = 0, 1
+    for layer in attention_layers(model):
+        config = getattr(layer_backend(layer.module), "config", None)
+        window = max(_largest(config, "window"), layer.geometry.window or 0)
+        kept = window * max(_largest(config, "dilation"), 1)
+        kept += _largest(config, "num_sinks") + _largest(config, "num_global")
+        blocks = [_largest(config, name) or 1 for name in ("block", "block_size")]
+        longest, period = max(longest, kept), math.lcm(period, *blocks)
+    return longest, period
+
+
+def _largest(config: Any, option: str) -> int:
+    """Return an option of a backend, the largest of all heads; 0 without it."""
+    value = read_field(config, option) or 0
+    return max(value) if isinstance(value, tuple) else int(value)

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
+from attnzoo.evaluation.equal_memory import longest_window, saved_cache_bytes
 from attnzoo.evaluation.memory import BackwardPeaks, MemoryUse, build_model, compute
 from attnzoo.evaluation.memory_case import MemoryCase
 from attnzoo.evaluation.models import max_positions
-from attnzoo.hf.attention.call import layer_backend
-from attnzoo.hf.configs import read_field
-from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.logits import tokens_per_chunk
+from attnzoo.hf.saving.dtype import dtype_name, saved_dtype
 from attnzoo.hf.swap.backends import read_spec
 from attnzoo.runtime.activation_offload import MIN_BYTES
 from attnzoo.spec import AttentionSpec
@@ -37,7 +36,9 @@ class MemoryCurve:
         self.case = case
         positions = max_positions(Path(case.path))
         self.longest = MAX_LENGTH if positions is None else positions
-        start = max(SHORTEST, 4 * _longest_window(case))
+        with torch.device("meta"):
+            window, block = longest_window(build_model(replace(case, length=1)))
+        start = max(SHORTEST, 4 * window, 4 * block)
         if case.loss != "lm":  # whose logits are computed in chunks where there are more tokens
             start = max(start, _tokens_of_a_chunk(case) // case.rows + 1)
         if case.activation_offloading:  # from where numbers in float32, one a token, are moved too
@@ -52,9 +53,14 @@ class MemoryCurve:
         Raises:
             UnsupportedError: The model has fewer positions.
         """
-        if self.sampled[-1] < length <= self.longest:
-            return self.extrapolated(length)
-        return self.computed(length)
+        if not self.sampled[-1] < length <= self.longest:
+            return self.computed(length)
+        use, case = self.extrapolated(length), self.case
+        if use.cache is None:
+            return use
+        spec = None if case.spec is None else AttentionSpec.from_dict(case.spec)
+        sizes = saved_cache_bytes(Path(case.path), spec, length, case.compute_dtype)
+        return replace(use, cache=case.rows * sum(sizes.values()))
 
     def computed(self, length: int) -> MemoryUse:
         """Return the memory at a length, computed for that length."""
@@ -129,7 +135,7 @@ def estimate_memory(
     *,
     length: int,
     batch: int = 1,
-    dtype: str = "float32",
+    dtype: str | None = None,
     optimizer: str = "adamw",
     train: str = "full",
     gpus: int = 1,
@@ -146,7 +152,8 @@ def estimate_memory(
         attention: As in :func:`attnzoo.swap`; ``None`` for the attention of the model's config.
         length: Tokens per row.
         batch: Rows.
-        dtype: Data type of the weights, such as ``"bfloat16"``.
+        dtype: Data type of the weights, such as ``"float32"``, in which ``recover`` and
+            ``finetune`` train; that of ``from_pretrained`` when ``None``.
         optimizer: ``"adamw"``, ``"adamw_8bit"`` of bitsandbytes, ``"adafactor"`` of transformers,
             or ``"sgd"`` without momentum.
         train: ``"full"``, ``"extras"`` for the parameters that the backends add, or ``"lora"`` for
@@ -172,7 +179,7 @@ def estimate_memory(
             spec=None if attention is None else read_spec(attention).to_dict(),
             length=length,
             batch=batch,
-            dtype=dtype,
+            dtype=dtype or dtype_name(saved_dtype(Path(model))),
             optimizer=optimizer,
             train=train,
             gpus=gpus,
@@ -185,17 +192,6 @@ def _tokens_of_a_chunk(case: MemoryCase) -> int:
     """Return the number of tokens whose logits are computed at once."""
     with torch.device("meta"):
         return tokens_per_chunk(build_model(replace(case, length=1)))
-
-
-def _longest_window(case: MemoryCase) -> int:
-    """Return the tokens of the longest window or block of a model's layers, 0 without any."""
-    with torch.device("meta"):
-        layers = attention_layers(build_model(replace(case, length=1)))
-    configs = [getattr(layer_backend(layer.module), "config", None) for layer in layers]
-    options = [read_field(config, name) for config in configs for name in ("window", "block")]
-    sizes = [layer.geometry.window for layer in layers] + options
-    flat = [n for size in sizes for n in (size if isinstance(size, tuple) else (size,))]
-    return max((n for n in flat if isinstance(n, int)), default=0)
 
 
 def _largest(values: Mapping[int, tuple[int, ...]]) -> Callable[[int], int]:

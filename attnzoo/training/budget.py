@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 from attnzoo.errors import ConfigError
-from attnzoo.training.candidates import cache_sizes
+from attnzoo.evaluation.equal_memory import saved_cache_bytes
+from attnzoo.spec import AttentionSpec
 from attnzoo.training.plan import EXACT, LayerMeasure, Planner
 
 UNITS = {
@@ -41,6 +42,29 @@ class CacheBudget:
     bytes: int
     length: int  # context length in tokens
 
+    def check(self, path: Path, candidates: Iterable[AttentionSpec]) -> None:
+        """Raise an error if no choice of candidates fits; nothing is measured yet.
+
+        Args:
+            path: Folder of the model.
+            candidates: Specs of one backend each.
+
+        Raises:
+            ConfigError: The smallest candidates exceed the limit.
+        """
+        exact = saved_cache_bytes(path, AttentionSpec(EXACT), self.length)
+        swapped = [saved_cache_bytes(path, spec, self.length) for spec in candidates]
+        least = sum(min(x[n] for x in (exact, *swapped)) for n in exact)
+        if least > self.bytes:
+            raise self._exceeded(least)
+
+    def _exceeded(self, least: int) -> ConfigError:
+        return ConfigError(
+            f"The smallest candidates use {least:,} bytes after {self.length:,} tokens, more than "
+            f"the limit of {self.bytes:,}; add a candidate with a smaller cache, such as "
+            "longformer:window=32, or raise --cache-bytes"
+        )
+
     def choose(self, planner: Planner, measures: Sequence[LayerMeasure]) -> dict[int, str]:
         """Return the candidates of the layers that are not exact, within the limit, greedily.
 
@@ -58,7 +82,7 @@ class CacheBudget:
         chosen = {
             n: min(divergence[n], key=lambda name: divergence[n][name]) for n in planner.numbers
         }
-        while (total := self.total(sizes, chosen, planner.numbers)) > self.bytes:
+        while (total := self.total(sizes, chosen)) > self.bytes:
             cheaper = [
                 (
                     (divergence[n][new] - divergence[n][old]) / (sizes[old][n] - sizes[new][n]),
@@ -70,18 +94,14 @@ class CacheBudget:
                 if sizes[new][n] < sizes[old][n]
             ]
             if not cheaper:
-                raise ConfigError(
-                    f"The smallest candidates use {total:,} bytes after {self.length:,} tokens, "
-                    f"more than the limit of {self.bytes:,}; add a candidate with a smaller cache, "
-                    "such as longformer:window=32, or raise --cache-bytes"
-                )
+                raise self._exceeded(total)
             _, number, name = min(cheaper)
             chosen[number] = name
         while chosen:
             divergences = {}
             for number in chosen:
                 rest = {n: name for n, name in chosen.items() if n != number}
-                if self.total(sizes, rest, planner.numbers) <= self.bytes:
+                if self.total(sizes, rest) <= self.bytes:
                     planner.on_step(f"layer {number} exact")
                     divergences[number] = planner.divergence(rest)
             if not divergences:
@@ -90,22 +110,15 @@ class CacheBudget:
         return chosen
 
     @staticmethod
-    def total(
-        sizes: Mapping[str, Mapping[int, int]], chosen: Mapping[int, str], numbers: Sequence[int]
-    ) -> int:
+    def total(sizes: Mapping[str, Mapping[int, int]], chosen: Mapping[int, str]) -> int:
         """Return the cache bytes of all layers."""
-        return sum(sizes[chosen.get(number, EXACT)][number] for number in numbers)
+        return sum(sizes[chosen.get(number, EXACT)][number] for number in sizes[EXACT])
 
 
 def layer_sizes(planner: Planner, name: str, length: int) -> dict[int, int]:
-    """Return the cache bytes of each layer at a context length, all layers with one candidate.
-
-    Lengths above 2,048 tokens are extrapolated linearly from two measured ones.
-    """
+    """Return the cache bytes of each layer at a context length, all layers with one candidate."""
     planner.on_step(f"the cache of {name}")
-    spec: Any = EXACT
+    spec = AttentionSpec(EXACT)
     if name != EXACT:
         spec = planner.make_spec(dict.fromkeys(planner.numbers, name))
-    return cache_sizes(
-        planner.model, spec, planner.rows, length, planner.numbers, planner.positions
-    )
+    return planner.cache_sizes(spec, length)

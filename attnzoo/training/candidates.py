@@ -13,24 +13,63 @@ Beside each candidate stands the window of equal memory, which needs no training
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
-from attnzoo.evaluation.decoding import bytes_of_layers, layer_bytes
 from attnzoo.evaluation.margins import Difference, mean_of, paired, speedup
-from attnzoo.hf.seam import cache_argument
+from attnzoo.evaluation.presets import preset_options
 from attnzoo.hf.swap.convert import restore, swap
+from attnzoo.spec import AttentionSpec
 
 SAME = 1e-6  # nats; below it, predictions are equal up to rounding
 ROUNDS = 6  # of timed forward passes
 Spec = Any
+CANDIDATE_BACKENDS = ("longformer", "gated_linear", "delta", "reformer")
+
+
+def preset_candidates(names: Iterable[str] = CANDIDATE_BACKENDS) -> list[str]:
+    """Return the candidates of backends by their presets, such as ``"longformer:window=128"``.
+
+    Raises:
+        UnknownBackendError: A name is unknown.
+    """
+    return [
+        f"{name}:{options}".rstrip(":")
+        for name in names
+        for options in map(options_text, preset_options(name, "recovery"))
+    ]
+
+
+def options_text(options: Mapping[str, Any]) -> str:
+    """Return options as the command line takes them; the inverse of ``spec_of``."""
+    return ",".join(
+        f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in options.items()
+    )
+
+
+def with_window(name: str, spec: AttentionSpec, window: int) -> tuple[str, AttentionSpec]:
+    """Return the name and the spec of a candidate with another window, if it has one.
+
+    Args:
+        name: Its name.
+        spec: Its spec, of one backend.
+        window: Tokens.
+    """
+    entry = spec.default
+    if getattr(entry.config, "window", None) is None:
+        return name, spec
+    options = {**entry.options, "window": window}
+    changed = AttentionSpec.from_dict({"backend": entry.backend, "options": options})
+    return f"{entry.backend}:{options_text(options)}", changed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,45 +154,9 @@ def why_not_judged(kl: Tensor) -> str:
     return ""
 
 
-@torch.no_grad()
-def cache_sizes(
-    model: PreTrainedModel,
-    spec: Spec,
-    tokens: Tensor,
-    length: int,
-    numbers: Sequence[int],
-    limit: int | None = None,
-) -> dict[int, int]:
-    """Return the cache bytes of each layer at a length under a spec; the model is restored.
-
-    Lengths above 2,048 tokens, or the model's positions, are extrapolated from two shorter ones.
-
-    Args:
-        model: A model that is not swapped.
-        spec: The swap.
-        tokens: Tokens that fill the cache, repeated as needed.
-        length: Tokens of one sequence.
-        numbers: Layer indices.
-        limit: Positions of the model; ``None`` without a limit.
-    """
-    swap(model, spec)
-    try:
-        return bytes_of_layers(lambda n: _filled_cache(model, tokens, n, numbers), length, limit)
-    finally:
-        restore(model)
-
-
 def _row(tokens: Tensor, length: int) -> Tensor:
     tokens = tokens.flatten()
     return tokens.repeat(-(-length // len(tokens)))[:length][None]
-
-
-def _filled_cache(
-    model: PreTrainedModel, tokens: Tensor, length: int, numbers: Sequence[int]
-) -> dict[int, int]:
-    cache = DynamicCache(config=model.config)
-    model(_row(tokens, length), **cache_argument(cache), use_cache=True, logits_to_keep=1)
-    return {n: layer_bytes(cache.layers[n]) for n in numbers}
 
 
 @torch.no_grad()

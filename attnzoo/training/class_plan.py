@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from attnzoo.errors import ConfigError, UnsupportedError
 from attnzoo.hf.stock.classes import Windows, classes_for, stock_class
+from attnzoo.spec import AttentionSpec
 from attnzoo.training.budget import CacheBudget
 from attnzoo.training.plan import LayerMeasure, Planner
 
@@ -43,6 +45,10 @@ class OneWindow:
     """
 
     budget: CacheBudget
+
+    def check(self, path: Path, candidates: Iterable[AttentionSpec]) -> None:
+        """Raise an error if windows of the smallest size in all layers exceed the limit."""
+        self.budget.check(path, candidates)
 
     def choose(self, planner: Planner, measures: Sequence[LayerMeasure]) -> dict[int, str]:
         """Return the candidates of the layers that are not exact, of the best size.

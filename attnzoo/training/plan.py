@@ -21,18 +21,18 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attnzoo.errors import ConfigError, SpecError
+from attnzoo.evaluation.equal_memory import layer_cache_bytes, saved_cache_bytes
 from attnzoo.evaluation.margins import mean_of, paired
 from attnzoo.evaluation.models import max_positions, require_causal
-from attnzoo.evaluation.presets import preset_options
 from attnzoo.evaluation.quality import require_finite
 from attnzoo.hf.layers import attention_layers
+from attnzoo.hf.saving.dtype import saved_dtype
 from attnzoo.hf.swap.convert import restore, swap
 from attnzoo.report.atomic_write import atomic_write
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.calibrate import calibrate, calibrated_layers, can_calibrate
 from attnzoo.training.candidates import (
     Candidate,
-    cache_sizes,
     forward_speedup,
     token_divergence,
     why_not_judged,
@@ -41,45 +41,7 @@ from attnzoo.training.transfer import swapped_layers, trainable_layers
 
 EXACT = "flash"
 TARGET_LENGTH = 4096  # tokens for which a swap is meant, if the user does not say
-CANDIDATE_BACKENDS = ("longformer", "gated_linear", "delta", "reformer")
 OnStep = Callable[[str], None]
-
-
-def preset_candidates(names: Iterable[str] = CANDIDATE_BACKENDS) -> list[str]:
-    """Return the candidates of backends by their presets, such as ``"longformer:window=128"``.
-
-    Raises:
-        UnknownBackendError: A name is unknown.
-    """
-    return [
-        f"{name}:{options}".rstrip(":")
-        for name in names
-        for options in map(options_text, preset_options(name, "recovery"))
-    ]
-
-
-def options_text(options: Mapping[str, Any]) -> str:
-    """Return options as the command line takes them; the inverse of ``spec_of``."""
-    return ",".join(
-        f"{key}={value if isinstance(value, str) else json.dumps(value)}"
-        for key, value in options.items()
-    )
-
-
-def with_window(name: str, spec: AttentionSpec, window: int) -> tuple[str, AttentionSpec]:
-    """Return the name and the spec of a candidate with another window, if it has one.
-
-    Args:
-        name: Its name.
-        spec: Its spec, of one backend.
-        window: Tokens.
-    """
-    entry = spec.default
-    if getattr(entry.config, "window", None) is None:
-        return name, spec
-    options = {**entry.options, "window": window}
-    changed = AttentionSpec.from_dict({"backend": entry.backend, "options": options})
-    return f"{entry.backend}:{options_text(options)}", changed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,6 +211,8 @@ class Planner:
         candidates: Specs of one backend each, by name.
         window: Distance in tokens of ``LayerMeasure.beyond``.
         positions: Number of positions of the model; ``None`` without a limit.
+        dtype: Data type of the saved weights, in which caches are counted; that of ``model`` when
+            ``None``.
         on_step: Called with a description of each measurement.
         transferred: Trained layers, a further candidate; others may have no parameters then.
 
@@ -265,6 +229,7 @@ class Planner:
         *,
         window: int = 32,
         positions: int | None = None,
+        dtype: torch.dtype | None = None,
         on_step: OnStep = lambda text: None,
         transferred: Transferred | None = None,
     ) -> None:
@@ -277,7 +242,7 @@ class Planner:
         self.numbers = sorted({x.geometry.layer for x in attention_layers(model)})
         if not self.numbers:
             raise SpecError(f"{type(model).__name__} has no attention layers to plan for")
-        self.positions = positions
+        self.positions, self.dtype = positions, dtype or model.dtype
         self.cache_bytes: dict[str, int] = {}
         self.left_out: dict[str, str] = {}
         self.summaries: list[Candidate] = []
@@ -294,6 +259,12 @@ class Planner:
         """Return the spec with these layers' candidates and exact attention elsewhere."""
         layers = {str(number): self.candidates[name] for number, name in sorted(chosen.items())}
         return AttentionSpec(EXACT, layers=layers)
+
+    def cache_sizes(self, spec: AttentionSpec, length: int) -> dict[int, int]:
+        """Return the bytes that each layer keeps for a sequence of a length, by layer index."""
+        return layer_cache_bytes(
+            type(self.model), self.model.config, spec, length, dtype=self.dtype
+        )
 
     def divergence(self, chosen: Mapping[int, str]) -> float:
         """Return the KL of the predictions with these layers' candidates, in nats.
@@ -406,15 +377,12 @@ class Planner:
         Raises:
             SpecError: No candidate is left.
         """
-        limit = self.positions
-        exact = cache_sizes(self.model, EXACT, self.rows, length, self.numbers, limit)
-        whole = sum(exact.values())
+        whole = sum(self.cache_sizes(AttentionSpec(EXACT), length).values())
         for name in list(self.candidates):
             self.on_step(f"what {name} saves")
             spec, chosen = self._everywhere(name)
             kl = self.token_divergences(spec, chosen)
-            sizes = cache_sizes(self.model, spec, self.rows, length, self.numbers, limit)
-            size = sum(sizes.values())
+            size = sum(self.cache_sizes(spec, length).values())
             reason = why_not_judged(kl) or self._why_useless(name, size, whole, length)
             if reason:
                 self.left_out[name] = reason
@@ -424,7 +392,9 @@ class Planner:
             window = None if size >= whole else max(1, size * length // whole)
             rows: list[float] = []
             if window is not None and window < self.rows.shape[1]:
-                layers = {str(n): {"backend": EXACT, "options": {"window": window}} for n in sizes}
+                layers = {
+                    str(n): {"backend": EXACT, "options": {"window": window}} for n in self.numbers
+                }
                 equal = AttentionSpec(EXACT, layers=layers)
                 rows = self.token_divergences(equal, {}).mean(1).tolist()
             self.summaries.append(
@@ -523,6 +493,9 @@ class Planner:
 class Budget(Protocol):
     """A limit on a plan other than a number of layers."""
 
+    def check(self, path: Path, candidates: Iterable[AttentionSpec]) -> None:
+        """Raise an error if no choice of the candidates keeps the limit, before any measurement."""
+
     def choose(self, planner: Planner, measures: Sequence[LayerMeasure]) -> dict[int, str]:
         """Return the candidates of the layers that are not exact, by layer index."""
 
@@ -560,8 +533,16 @@ def make_plan(
         SpecError: The rows can judge no candidate, or ``transferred`` is of another model.
     """
     require_causal(path, "a plan measures text prediction")
+    limit = max_positions(path)
+    if target_length is None:
+        target_length = max(rows.shape[1], min(TARGET_LENGTH, limit or TARGET_LENGTH))
+    specs = [*candidates.values(), *([] if transferred is None else [transferred.spec])]
+    for spec in specs:  # before anything is measured
+        saved_cache_bytes(path, spec, target_length)
+    if budget is not None:
+        budget.check(path, specs)
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    weights, limit = weights_fingerprint(model), max_positions(path)
+    weights = weights_fingerprint(model)
     if transferred is not None:
         transferred.check_weights(weights)
     planner = Planner(
@@ -570,13 +551,14 @@ def make_plan(
         candidates,
         window=window,
         positions=limit,
+        dtype=saved_dtype(path),
         on_step=on_step,
         transferred=transferred,
     )
     exact = count_exact_layers(keep_softmax, len(planner.numbers))
-    if target_length is None:
-        target_length = max(rows.shape[1], min(TARGET_LENGTH, limit or TARGET_LENGTH))
     planner.judge(target_length)
+    if budget is not None and planner.left_out:
+        budget.check(path, map(AttentionSpec.from_dict, planner.candidates.values()))
     measures = planner.measure()
     chosen = budget.choose(planner, measures) if budget else planner.choose(measures, exact)
     change = mean_of(planner.row_divergences(chosen).tolist())

@@ -195,7 +195,7 @@ def decoding_table(results: Mapping[str, Any]) -> Table | None:
         [
             str(length),
             *(_milliseconds(cost, length) for cost in (softmax, swap)),
-            *(format_bytes(cost["cache_bytes"][length]) for cost in (softmax, swap)),
+            *(format_bytes(cost["cache_bytes"].get(length)) for cost in (softmax, swap)),
         ]
         for length in swap["milliseconds"]
     ]

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from attnzoo.errors import AttnzooError
 from attnzoo.evaluation.data import load_tokenizer
 from attnzoo.evaluation.decoding import measure_together
+from attnzoo.evaluation.equal_memory import EXACT, saved_cache_bytes
 from attnzoo.evaluation.margins import mean_of
 from attnzoo.evaluation.models import max_positions
+from attnzoo.hf.names import NAME
 from attnzoo.hf.saving.companions import copy_companions, move_files
 from attnzoo.hf.saving.dtype import cast_weights, rounded_weights
 from attnzoo.hf.swap.convert import original_attention
 from attnzoo.report.atomic_write import atomic_write
+from attnzoo.spec import AttentionSpec
 from attnzoo.training.checkpoints import explain_write_errors
 from attnzoo.training.head_entropy import make_entropy_log
 from attnzoo.training.loop import read_losses
@@ -124,12 +128,33 @@ def decoding_cost(model: PreTrainedModel, run: Run) -> dict[str, Any]:
         "result": nullcontext,
     }
     costs = measure_together(model, contexts, stream, lengths)
+    sizes = _cache_sizes(model, run, lengths)
     return {
         name: {
             "milliseconds": cost.decode_ms,
             "milliseconds_error": {n: mean_of(ms).error for n, ms in cost.rounds_ms.items()},
             "busy": cost.busy,
-            "cache_bytes": cost.cache_bytes,
+            "cache_bytes": sizes.get(name, {}),
         }
         for name, cost in costs.items()
     }
+
+
+def _cache_sizes(
+    model: PreTrainedModel, run: Run, lengths: Sequence[int]
+) -> dict[str, dict[int, int]]:
+    """Return the bytes of the caches of softmax and the swap in the dtype that the run saves."""
+    specs = {
+        "softmax": AttentionSpec(EXACT),
+        "result": AttentionSpec.from_dict(getattr(model.config, NAME)),
+    }
+    try:
+        return {
+            name: {
+                n: sum(saved_cache_bytes(run.path, spec, n, run.dtype).values()) for n in lengths
+            }
+            for name, spec in specs.items()
+        }
+    except AttnzooError as error:
+        run.log(f"the bytes of the cache are not computed: {error}")
+        return {}

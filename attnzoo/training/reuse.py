@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 from attnzoo.errors import SpecError
 from attnzoo.hf.names import NAME
 from attnzoo.spec import AttentionSpec
+from attnzoo.training.candidates import options_text
 from attnzoo.training.loading import load_causal, load_model
 from attnzoo.training.model_shards import ModelShards
-from attnzoo.training.plan import Transferred, options_text, weights_fingerprint
+from attnzoo.training.plan import Transferred, weights_fingerprint
 from attnzoo.training.transfer import swapped_layers, trainable_layers
 
 

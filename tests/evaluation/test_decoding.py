@@ -43,7 +43,6 @@ def test_contexts_are_timed_in_alternation(model, monkeypatch):
     assert costs["a"].decode_ms == {8: 1000, 40: 1000}
     assert costs["b"].decode_ms == {8: 3000, 40: 3000}
     assert len(costs["a"].rounds_ms[8]) == TOKENS
-    assert costs["a"].cache_bytes == {8: 8 * 2 * 16 * 4, 40: 40 * 2 * 16 * 4}
     assert costs["a"].busy == []
 
 

@@ -1,4 +1,7 @@
-"""The window that needs as much memory as a swap, against the caches of the models themselves."""
+"""Bytes of caches, and windows of equal memory, against the tensors of caches that models fill."""
+
+import json
+import sys
 
 import pytest
 import torch
@@ -6,19 +9,37 @@ import transformers as hf
 
 import attnzoo
 from attnzoo import AttentionSpec
+from attnzoo.cli import main
+from attnzoo.compare.build import cache_size
+from attnzoo.compare.cases import default_specs, make_cases
+from attnzoo.compare.run import read_model_info
 from attnzoo.evaluation.decoding import layer_bytes
-from attnzoo.evaluation.equal_memory import equal_window, layer_cache_bytes
+from attnzoo.evaluation.equal_memory import equal_window, saved_cache_bytes
+from attnzoo.evaluation.models import spec_label
+from attnzoo.training.plan import Planner
+
+
+def save(path, dtype, config=None, layers=3):
+    torch.manual_seed(0)
+    config = config or hf.LlamaConfig(
+        **{"vocab_size": 384, "hidden_size": 32, "intermediate_size": 32},
+        num_hidden_layers=layers,
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
+    )
+    hf.AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(path)
+    return path
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    torch.manual_seed(0)
-    config = hf.LlamaConfig(
-        **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
-    )
-    path = tmp_path_factory.mktemp("model")
-    hf.LlamaForCausalLM(config).save_pretrained(path)
+    return save(tmp_path_factory.mktemp("model"), torch.float32)
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory):
+    """The same model with two layers, saved in bfloat16, with a tokenizer of bytes."""
+    path = save(tmp_path_factory.mktemp("half"), torch.bfloat16, layers=2)
+    hf.ByT5Tokenizer().save_pretrained(path)
     return path
 
 
@@ -26,26 +47,131 @@ KEY = 2 * 2 * 8 * 4  # bytes of a token's keys and values in a layer
 
 
 @torch.no_grad()
-def kept(path, spec, length):
-    """The bytes of each layer of a cache that the model has filled."""
+def filled(path, spec, length):
+    """The layers of a cache that the model has filled."""
     model = hf.AutoModelForCausalLM.from_pretrained(path).eval()
-    attnzoo.swap(model, spec)
+    if spec is not None:
+        attnzoo.swap(model, spec)
     cache = hf.DynamicCache(config=model.config)
     model(torch.zeros(1, length, dtype=torch.long), past_key_values=cache, use_cache=True)
-    return {n: layer_bytes(layer) for n, layer in enumerate(cache.layers)}
+    return cache.layers
 
 
-def test_bytes_are_those_of_a_filled_cache(folder):
-    spec = AttentionSpec("flash", layers={"1": {"backend": "delta", "options": {"window": 4}}})
-    assert layer_cache_bytes(folder, spec, 40) == kept(folder, spec, 40)
+def kept(path, spec, length):
+    return {n: layer_bytes(layer) for n, layer in enumerate(filled(path, spec, length))}
 
 
-def test_long_caches_are_extrapolated(folder, monkeypatch):
-    monkeypatch.setattr("attnzoo.evaluation.decoding.FILLED_TOKENS", 32)
-    spec = AttentionSpec("flash", layers={"1": {"backend": "linear"}})
-    found = layer_cache_bytes(folder, spec, 200)
-    assert found == kept(folder, spec, 200)
-    assert found[0] == 200 * KEY
+def tensors(x):
+    """Every tensor that an object holds, by its id."""
+    if isinstance(x, torch.Tensor):
+        return {id(x): x}
+    parts = x.values() if isinstance(x, dict) else x if isinstance(x, list | tuple) else ()
+    parts = vars(x).values() if hasattr(x, "__dict__") else parts
+    return {key: y for part in parts for key, y in tensors(part).items()}
+
+
+def allocated(path, spec, length):
+    """The bytes of all tensors of a cache that the model has filled."""
+    held = tensors(filled(path, spec, length)).values()
+    return sum(x.numel() * x.element_size() for x in held)
+
+
+INDEXER = {"score": "indexer", "block_size": 12, "query_block": 2, "top_k": 3, "window": 20}
+SPECS = {spec_label(spec): spec for spec in default_specs(None)} | {
+    "dilated": AttentionSpec("longformer", window=400, dilation=3, num_global=5),
+    "wide": AttentionSpec("flash", window=1500, num_sinks=3),
+    "indexer": AttentionSpec("block_sparse", **INDEXER),
+    "short convolution": AttentionSpec("delta", short_convolution=3, window=7, num_sinks=2),
+    "blocks of 24": AttentionSpec("linformer", num_rows=3, block=24),
+    "mixed": AttentionSpec("flash", layers={"1": {"backend": "delta", "options": {"window": 4}}}),
+}
+
+
+INDEXER_WARNING = "ignore:block_sparse. the indexer is not trained"
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.filterwarnings(INDEXER_WARNING)
+def test_bytes_are_those_allocated(half, spec):
+    assert sum(saved_cache_bytes(half, spec, 300).values()) == allocated(half, spec, 300)
+
+
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [
+        ("delta window 32", 300),
+        ("wide", 4100),
+        *(pytest.param(name, 3077, marks=pytest.mark.exhaustive) for name in SPECS),
+    ],
+)
+@pytest.mark.filterwarnings(INDEXER_WARNING)
+def test_all_that_count_bytes_give_those_allocated(half, name, length):
+    """Of a model in bfloat16: what plan, memory, compare and the window of equal memory count."""
+    spec = SPECS[name]
+    model = hf.AutoModelForCausalLM.from_pretrained(half, dtype=torch.float32)  # as plan loads it
+    rows = torch.zeros(1, 9, dtype=torch.long)
+    planner = Planner(model, rows, {"x": spec}, dtype=torch.bfloat16)
+    (case,) = make_cases(
+        *([spec], [length]),
+        **{"levels": ["model"], "mode": "decode", "tokens": 0, "batch": None},
+        **{"dtype": "float32", "device": "cpu"},
+    )
+    found = {
+        "plan": sum(planner.cache_sizes(spec, length).values()),
+        "memory": attnzoo.estimate_memory(half, spec, length=length).cache,
+        "compare": cache_size(case, read_model_info(str(half))),
+        "equal memory": equal_window(half, spec, length).swap_bytes,
+    }
+    assert found == dict.fromkeys(found, allocated(half, spec, length))
+
+
+FAMILIES = {
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "gemma3_text": {"sliding_window": 40, "head_dim": 8},
+    "mixtral": {"num_local_experts": 3},
+    "gpt2": {"n_positions": 64, "n_embd": 32, "n_head": 4, "n_layer": 2},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_layers_count(tmp_path, family):
+    """Convolutions, windows of stock layers, layers with experts; beyond the positions, too."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {} if family == "gpt2" else sizes
+    config = hf.AutoConfig.for_model(family, **(sizes | FAMILIES[family]))
+    save(tmp_path, torch.bfloat16, config)
+    for spec in (None, AttentionSpec("flash", window=17)):
+        found = saved_cache_bytes(tmp_path, spec, 60)
+        assert sum(found.values()) == allocated(tmp_path, spec, 60)
+        assert list(found) == [0, 1]
+        if family == "gpt2" and spec is None:
+            assert sum(saved_cache_bytes(tmp_path, spec, 6000).values()) == 6000 * 2 * 2 * 32 * 2
+
+
+def test_plans_keep_the_limit_of_the_cache_in_use(half, tmp_path, monkeypatch, capsys):
+    """A limit as large as the cache swaps nothing; the smallest cache is known before a run."""
+
+    def plan(size):
+        size = ("--cache-bytes", size, "--cache-length", 400, "--out", out, "--overwrite")
+        monkeypatch.setattr(sys, "argv", [str(x) for x in ("attnzoo", "plan", half, *given, *size)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        return stop.value.code
+
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {i} has {i * i} in it\n" for i in range(400)))
+    limit = allocated(half, "flash", 400)
+    given = ("--candidate", "longformer:window=8", "--data", text, "--length", 64, "--rows", 2)
+    out = tmp_path / "plan.json"
+    for share, swapped in ((1, 0), (0.7, 1), (0.1, 2)):
+        assert not plan(int(share * limit))
+        spec = json.loads(out.read_text())["spec"]
+        assert len(spec.get("layers", ())) == swapped
+        assert allocated(half, AttentionSpec.from_dict(spec), 400) <= share * limit
+    monkeypatch.setattr(Planner, "__init__", None)  # nothing is measured
+    assert plan(899)
+    assert "The smallest candidates use" in capsys.readouterr().err
 
 
 def test_windows_need_as_much_memory_as_the_swap(folder):
@@ -73,10 +199,9 @@ def test_a_cache_of_all_keys_is_softmax(folder):
     assert not short.saves_memory
 
 
-def test_bytes_follow_the_saved_dtype(folder, tmp_path):
+def test_bytes_follow_the_saved_dtype(folder, half):
     """A state is float32, keys are bfloat16: the window is nearly twice as wide."""
-    hf.AutoModelForCausalLM.from_pretrained(folder).bfloat16().save_pretrained(tmp_path)
-    wide, narrow = (
-        equal_window(x, AttentionSpec("linear"), 900).widest for x in (tmp_path, folder)
-    )
+    wide, narrow = (equal_window(x, AttentionSpec("linear"), 900).widest for x in (half, folder))
     assert wide == pytest.approx(2 * narrow, abs=2)
+    given = equal_window(half, AttentionSpec("linear"), 900, torch.float32)
+    assert given.widest == narrow

@@ -113,7 +113,7 @@ def test_cases_that_fail_do_not_stop_the_checks(checked, tmp_path):
     refused = {"spec": first.spec | {"options": {"impl": "triton"}}, "dtype": "float64"}
     cases = [replace(x, device=DEVICE.type) for x in (replace(first, **refused), first, second)]
     with pytest.raises(UnsupportedError, match="float64"):
-        prepare(cases[0], info).run()
+        prepare(cases[0], info)()
     lines = check_case_kernels(cases, info)["checks"]
     assert lines == [f"{KERNELS}: failed: dv differs (0 s)"]
     assert checked == [("linear", "none", 64)]

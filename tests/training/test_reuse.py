@@ -9,8 +9,9 @@ import transformers as hf
 import attnzoo
 from attnzoo.errors import SpecError
 from attnzoo.registry import build_backend
+from attnzoo.training.candidates import with_window
 from attnzoo.training.loop import LoopConfig, read_losses
-from attnzoo.training.plan import Planner, with_window
+from attnzoo.training.plan import Planner
 from attnzoo.training.recover import RecoverConfig, recover
 from attnzoo.training.reuse import read_transferred
 

@@ -22,20 +22,26 @@ DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F
 def saved_dtype(path: Path) -> torch.dtype:
     """Return the data type that ``from_pretrained`` gives the weights of a saved model.
 
-    It is that of the config, or of the first weight where the config has none.
+    It is that of the config, of its text model, or of the first weight where the config has none.
 
     Raises:
         SpecError: ``path`` holds no saved model.
     """
-    dtype = read_field(read_config(path).get_text_config(), "dtype")
-    if isinstance(dtype, torch.dtype):
-        return dtype
+    config = read_config(path)
+    for part in (config, config.get_text_config()):
+        if isinstance(dtype := read_field(part, "dtype"), torch.dtype):
+            return dtype
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, "pt") as weights:
             for name in weights.keys():  # noqa: SIM118 - not a dict
                 if (found := DTYPES.get(weights.get_slice(name).get_dtype())) is not None:
                     return found
     return torch.float32
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a data type, such as ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def rounded_weights(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
