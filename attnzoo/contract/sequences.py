@@ -16,10 +16,12 @@ the longest sequence.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.contract.masks import AttentionMask
@@ -27,6 +29,7 @@ from attnzoo.contract.padding import values_are_known
 from attnzoo.errors import UnsupportedError
 from attnzoo.runtime.derivatives import is_transformed
 
+SEQUENCES = "sequences must follow one another within the {tokens} tokens of the row"
 PACKED_IN_GRAPH = (
     "packed rows cannot be unpacked under torch.compile; do not compile, or pass attention_mask "
     "(all ones without padding), with which position_ids do not mean packing"
@@ -75,6 +78,28 @@ class Sequences:
             longest = max(int(lengths.max()), 1)
         return cls(ends[:-1].contiguous(), lengths, longest)
 
+    def check(self, tokens: int) -> None:
+        """Raise ``UnsupportedError`` unless the sequences follow one another in a row of N tokens.
+
+        A kernel in C++ checks them itself. On a GPU, the error is an assertion there, for which
+        nothing waits. In a graph of ``torch.compile`` they are not checked: its operations check
+        their indices.
+        """
+        checked: float = vars(self).get("checked", math.inf)
+        if torch.compiler.is_compiling() or is_transformed() or tokens >= checked:
+            return
+        on_gpu = self.starts.is_cuda
+        if not on_gpu and not values_are_known(self.starts, self.lengths):
+            return
+        ends = F.pad(self.ends, (1, 0))[: self.count]  # of those before; a wrong sum is wrong here
+        is_inside = (self.starts >= ends) & (self.starts <= tokens - self.lengths)
+        is_inside &= (self.lengths >= 0) & (self.lengths <= self.longest)
+        if on_gpu:
+            torch._assert_async(is_inside.all(), SEQUENCES.format(tokens=tokens))
+        elif not is_inside.all():
+            refuse_sequences(self.starts, self.lengths, self.longest, tokens)
+        vars(self)["checked"] = tokens  # of the shortest row
+
     @property
     def count(self) -> int:
         """S."""
@@ -93,6 +118,7 @@ class Sequences:
 
     def index(self, tokens: int) -> Tensor:
         """Return the sequence of each of N tokens, ``[N]``; S for those of none."""
+        self.check(tokens)
         token = torch.arange(tokens, device=self.starts.device)
         sequence = torch.searchsorted(self.starts, token, right=True) - 1
         found = sequence.clamp(min=0)
@@ -105,6 +131,7 @@ class Sequences:
 
     def positions(self, tokens: int) -> Tensor:
         """Return the position of each of N tokens in its sequence, ``[N]``; from 0."""
+        self.check(tokens)
         token = torch.arange(tokens, device=self.starts.device)
         sequence = torch.searchsorted(self.starts, token, right=True) - 1
         return token - self.starts[sequence.clamp(min=0)]
@@ -158,6 +185,7 @@ class Sequences:
 
     def _row_index(self, tokens: int) -> tuple[int, Tensor, Tensor]:
         """Return how many rows there are, the token of each place, and whether it is one."""
+        self.check(tokens)
         device = self.starts.device
         if self.rows is not None:  # unknown how many sequences: they must be the rows
             token = torch.arange(tokens, device=device)
@@ -167,6 +195,31 @@ class Sequences:
         place = torch.arange(self.longest, device=device)
         index = (self.starts[:, None] + place).flatten()
         return self.count, index, self.inside_rows().flatten()
+
+
+def bounds_of(sequences: Sequences | None) -> tuple[Tensor | None, Tensor | None, int]:
+    """Return starts, lengths and the longest length, as C++ kernels take them."""
+    if sequences is None:
+        return None, None, 0
+    return sequences.starts, sequences.lengths, sequences.longest
+
+
+def refuse_sequences(
+    starts: Tensor | None, lengths: Tensor | None, longest: int, tokens: int
+) -> NoReturn:
+    """Raise ``UnsupportedError`` for the first of the sequences that is not where it must be."""
+    assert starts is not None
+    assert lengths is not None
+    end = 0
+    for i, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+        if not (0 <= length <= longest and end <= start <= tokens - length):
+            raise UnsupportedError(
+                f"{SEQUENCES.format(tokens=tokens)}, with 0 to {longest} (longest) tokens each; "
+                f"sequence {i} has {length} tokens from {start} on, after one that ends at {end}. "
+                "Sequences.from_cu_seqlens makes them from cumulative lengths."
+            )
+        end = start + length
+    raise AssertionError("all sequences are within the row")
 
 
 # -- moving tokens ---------------------------------------------------------------------------------

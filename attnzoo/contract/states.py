@@ -6,10 +6,14 @@ All are named tuples of plain tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+
+from attnzoo.contract.padding import values_are_known
+from attnzoo.errors import UnsupportedError
+from attnzoo.runtime.derivatives import is_transformed
 
 
 class LinearState(NamedTuple):
@@ -88,6 +92,49 @@ class KVState(NamedTuple):
         return self.positions >= 0
 
 
+def read_slots(pool: Sequence[Tensor], slots: Tensor) -> list[Tensor]:
+    """Return the states at ``slots``, ``[B, ...]`` each; any state for -1; see :func:`put_slots`.
+
+    Raises:
+        UnsupportedError: A slot is no row of the pool.
+    """
+    check_slots(slots, pool[0].shape[0])
+    index = slots.clamp(min=0)
+    return [x[index] for x in pool]
+
+
+def check_slots(slots: Tensor, states: int) -> None:
+    """Raise ``UnsupportedError`` if slots are not rows of a pool of ``states``, or -1.
+
+    A kernel in C++ checks them itself. On a GPU, the error is an assertion there, for which nothing
+    waits. In a graph of ``torch.compile`` they are not checked: its operations check their indices.
+    """
+    if torch.compiler.is_compiling() or is_transformed():
+        return
+    if slots.is_cuda:
+        is_inside = (slots >= -1) & (slots < states)
+        torch._assert_async(is_inside.all(), f"slots must be below {states}, or -1")
+    elif values_are_known(slots) and wrong_slot(slots, states) is not None:
+        refuse_slots(slots, states)
+
+
+def wrong_slot(slots: Tensor, states: int) -> int | None:
+    """Return the index of the first slot that is no row of a pool, or ``None``."""
+    values = slots.tolist()
+    return next((i for i, slot in enumerate(values) if not -1 <= slot < states), None)
+
+
+def refuse_slots(slots: Tensor | None, states: int) -> NoReturn:
+    """Raise ``UnsupportedError`` for slots of which one is no row of a pool of ``states``."""
+    assert slots is not None
+    index = wrong_slot(slots, states)
+    assert index is not None
+    raise UnsupportedError(
+        f"slots must be below {states}, the states of the pool, or -1 for no token; slot {index} "
+        f"is {int(slots[index])}."
+    )
+
+
 def put_slots(
     pool: Sequence[Tensor], slots: Tensor, rows: Sequence[Tensor], *, in_place: bool
 ) -> list[Tensor]:
@@ -130,8 +177,11 @@ def run_at_slots(
 
     Returns:
         The output, 0 for sequences without a token, and the pool with the next states.
+
+    Raises:
+        UnsupportedError: A slot is no row of the pool.
     """
-    out, rows = run([x[slots.clamp(min=0)] for x in pool])
+    out, rows = run(read_slots(pool, slots))
     after = put_slots(pool, slots, rows, in_place=in_place)
     return out.masked_fill(slots[:, None, None, None] < 0, 0), after
 

@@ -258,7 +258,16 @@ def check_sequences(sequences: Sequences | None, slots: Tensor | None, q: Tensor
         raise UnsupportedError(
             f"sequences are of one row, got {k.shape[0]} rows of keys; put all tokens into one."
         )
-    check_device("sequences.starts", sequences.starts, k.device)
+    for name, x in (("starts", sequences.starts), ("lengths", sequences.lengths)):
+        if x.dtype != torch.int64 or x.dim() != 1 or x.shape != sequences.starts.shape:
+            raise UnsupportedError(
+                f"sequences.starts and sequences.lengths must be [S] int64; sequences.{name} is "
+                f"{format_shape(x)} {_format_dtype(x.dtype)}. Sequences.from_cu_seqlens makes them "
+                "from cumulative lengths."
+            )
+        check_device(f"sequences.{name}", x, k.device)
+    if k.is_cuda:  # implementations for the CPU check the values where they read them
+        sequences.check(k.shape[2])
     return sequences.count
 
 

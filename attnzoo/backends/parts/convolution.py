@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from attnzoo.contract.context_parallel import latest_before
 from attnzoo.contract.inputs import AttentionInputs
-from attnzoo.contract.states import put_slots
+from attnzoo.contract.states import put_slots, read_slots
 from attnzoo.ops.convolution import causal_convolution, last_tokens
 from attnzoo.ops.features.functional import widen
 
@@ -69,7 +69,7 @@ class ShortConvolution(nn.Module):
             before = self._tokens_of_earlier_ranks(x, inputs)
         pool = before
         if before is not None:
-            before = before if slots is None else before[slots.clamp(min=0)]
+            before = before if slots is None else read_slots((before,), slots)[0]
             before = before.to(x.dtype)
         earlier = None if before is None else widen(before)
         out = causal_convolution(widen(x), self.weight[:, 0], before=earlier, sequences=sequences)

@@ -13,6 +13,7 @@ from attnzoo.contract.states import (
     CountedLinearState,
     LinearState,
     put_slots,
+    read_slots,
 )
 from attnzoo.errors import UnsupportedError
 
@@ -44,7 +45,7 @@ def count_tokens(inputs: AttentionInputs) -> TokenCounts:
         before = inputs.shard.states(LinearState(before, before), sequences).kv
     if slots is not None:
         assert before is not None
-        here = before[slots.clamp(min=0)]
+        (here,) = read_slots([before], slots)
         (total,) = put_slots([before], slots, [here + 1], in_place=inputs.reuse_state)
         return TokenCounts(here[:, None], total)
     if sequences is None:

@@ -16,6 +16,7 @@ from attnzoo.contract.states import (
     LinearState,
     MatrixState,
     StabilizedState,
+    check_slots,
     run_at_slots,
 )
 from attnzoo.contract.validation import (
@@ -225,6 +226,8 @@ def run_gated_step_triton(x: GatedInputs) -> GatedResult:
     """Run the Triton kernel."""
     from attnzoo.ops.linear.triton.step import linear_triton_step_
 
+    if x.slots is not None:
+        check_slots(x.slots, x.pools()[0].shape[0])
     if x.slots is not None and not all(y.is_contiguous() for y in x.pools()):
         return on_slots(run_gated_step_triton)(x)
     y, gate = _step_of(x)

@@ -251,6 +251,8 @@ def _check_inputs(
     """Raise ``UnsupportedError`` if the tensors of a window hybrid do not fit each other."""
     check_qkv(q, k, v)
     states = check_sequences(sequences, slots, q, k)
+    if sequences is not None:  # the sums take other ones, which lag behind
+        sequences.check(k.shape[2])
     features = _check_branch(branch, q, k, causal)
     if state is not None:
         states = states if slots is None else state.seen.shape[0]

@@ -29,7 +29,7 @@ from attnzoo.contract.implementation import (
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.padding import fill_padding, gather_tokens
 from attnzoo.contract.sequences import Sequences, take
-from attnzoo.contract.states import ImplChoice, put_slots
+from attnzoo.contract.states import ImplChoice, put_slots, read_slots
 from attnzoo.contract.validation import check_sequences, check_size, is_empty_call
 from attnzoo.ops.window.band import band_softmax
 from attnzoo.ops.window.blockwise_cpu import LocalOptions, blockwise_local_attention
@@ -114,7 +114,7 @@ def causal_window_attention(
     pool = state
     if slots is not None:
         assert state is not None
-        state = WindowState._make(y[slots.clamp(min=0)] for y in state)
+        state = WindowState._make(read_slots(state, slots))
     if shard is not None:
         state = shard.states(_state_before_shard(k, v, window, shard), sequences)
     given = WindowInputs(q, k, v, window, scale, None, state, num_sinks)

@@ -255,14 +255,15 @@ def test_operators_pass_opcheck():
     inputs = [x.requires_grad_() for x in (q, k, v, beta, log_decay, kv)]
     for keep in (False, True):  # if False, there is no backward pass
         given = inputs if keep else [x.detach() for x in inputs]
-        check_operator(delta_cpp, (*given, None, None, 0.7, 16, True, keep), trace=keep)
+        check_operator(delta_cpp, (*given, None, None, 0, 0.7, 16, True, keep), trace=keep)
     bounds = torch.tensor([0, 5]), torch.tensor([5, tokens - 5])
-    given = (*inputs[:5], None, *bounds, 0.7, 16, False, True)
+    given = (*inputs[:5], None, *bounds, tokens, 0.7, 16, False, True)
     check_operator(delta_cpp, given, trace=True)
-    kept = delta_cpp(*inputs, None, None, 0.7, 16, True, True)[2].detach()
+    kept = delta_cpp(*inputs, None, None, 0, 0.7, 16, True, True)[2].detach()
     assert kept.shape == (1, (tokens - 1) // SPAN, 1, 16, 16)
     given = [x.detach() for x in inputs]
-    arguments = (torch.randn(1, 2, tokens, 16).double(), None, *given, None, None, kept, 0.7, 16)
+    d_out = torch.randn(1, 2, tokens, 16).double()
+    arguments = (d_out, None, *given, None, None, kept, 0, 0.7, 16)
     check_operator(delta_cpp_backward, arguments, trace=False)
 
 

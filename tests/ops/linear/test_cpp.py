@@ -345,14 +345,6 @@ def test_weighted_sums_of_sequences(with_state):
     assert_close(*grads, atol=1e-10, rtol=1e-10)
 
 
-@pytest.mark.parametrize(("start", "length"), [(-1, 3), (5, 6), (3, -1)])
-def test_sequences_outside_of_the_row_are_refused(start, length):
-    q, k, v, _ = make(1, 4, 2, 10, 16, 16)
-    sequences = Sequences(torch.tensor([start]), torch.tensor([length]), 10)
-    with pytest.raises(UnsupportedError, match="within the 10 tokens of the row"):
-        linear_attention(q, k, v, sequences=sequences, impl="cpp")
-
-
 def test_gradients_of_one_result_for_some_inputs():
     run, leaves = make_call((1, 4, 2, 40, 16, 16), "token", False)
     for result in range(3):
@@ -461,12 +453,12 @@ def test_operators_pass_opcheck(dtype, packed):
     table = (None, None) if sequences is None else (sequences.starts, sequences.lengths)
     q, k, v, state = make(1, 2, 1, 40, 16, 32, dtype, states=sequences)
     leaves = [x.clone().requires_grad_() for x in (q, k, v, *state)]
-    options, maps = (0.5, True, 1e-6, 64, "identity", 1.0), (None,) * 4
+    options, maps = (40, 0.5, True, 1e-6, 64, "identity", 1.0), (None,) * 4
     for keep in (False, True):  # if False, there is no backward pass
         given = leaves if keep else [x.detach() for x in leaves]
         for normalize in (True, False):  # if False, totals are returned
             for before in (given[3:], (None, None)):
-                more = (0.5, normalize, *options[2:], not normalize, keep, keep)
+                more = (*options[:2], normalize, *options[3:], not normalize, keep, keep)
                 args = (*given[:3], None, *before, *maps, *table, *more)
                 trace = keep and before[0] is not None and dtype is torch.float32
                 check_operator(linear_cpp, args, trace=trace)

@@ -5,7 +5,6 @@ import torch
 from torch.testing import assert_close
 
 from attnzoo.contract.states import LinearState
-from attnzoo.errors import UnsupportedError
 from attnzoo.ops.linear.api import linear_attention
 from attnzoo.ops.linear.common import LinearInputs, MapWeights, StepGate
 from attnzoo.ops.linear.cpu.linear_step import LINEAR_STEP, run_step_cpp
@@ -174,13 +173,6 @@ def test_states_of_a_pool_with_a_stabilizer():
         assert torch.equal(last_m[slot], own_m[0])
         assert not torch.equal(own_m[0], m[slot])
         assert all(torch.equal(x[slot], y[0]) for x, y in zip(last, state, strict=True))
-
-
-@torch.no_grad()
-def test_slots_outside_of_the_pool_are_refused():
-    q, k, v, pool = make(2, 4, 2, 1, 16, 20)
-    with pytest.raises(UnsupportedError, match="slots must be below 2"):
-        linear_attention(q, k, v, state=pool, slots=torch.tensor([0, 2]))
 
 
 def test_gradients_and_bidirectional_calls_do_not_use_the_step():

@@ -25,6 +25,7 @@
 
 #include "amx.h"
 #include "attend_amx.h"
+#include "checks.h"
 #include "lanes.h"
 #include "pairs.h"
 #include "rows.h"
@@ -284,39 +285,45 @@ class Worker : PairLists, Math<Real> {
 };
 
 template <class Real, class Pass>
-static void run(const Task& task, const Tensors<Real>& tensors, Pass pass) {
+static int64_t run(const Task& task, const Tensors<Real>& tensors, Pass pass) {
+    if (!task.are_lengths_inside()) return REFUSED;
     in_threads(task.units, task.threads, [&](int64_t unit) {
         Worker<Real> worker(task, tensors, unit);
         (worker.*pass)();
     });
+    return ACCEPTED;
 }
 
 #define EXPORT(Real)                                                                           \
-    extern "C" void sparse_forward_##Real(const Task* task, const Tensors<Real>* tensors) {    \
-        run(*task, *tensors, &Worker<Real>::forward);                                          \
+    extern "C" int64_t sparse_forward_##Real(const Task* task, const Tensors<Real>* tensors) { \
+        return run(*task, *tensors, &Worker<Real>::forward);                                   \
     }                                                                                          \
-    extern "C" void sparse_backward_##Real(const Task* task, const Tensors<Real>* tensors) {   \
-        run(*task, *tensors, &Worker<Real>::backward);                                         \
+    extern "C" int64_t sparse_backward_##Real(const Task* task, const Tensors<Real>* tensors) {\
+        return run(*task, *tensors, &Worker<Real>::backward);                                  \
     }
 
 EXPORT(float)
 EXPORT(double)
 
 template <class Pass>
-static void run_amx(const Task& task, const Tensors<float>& words, bool is_backward, Pass pass) {
+static int64_t run_amx(const Task& task, const Tensors<float>& words, bool is_backward, Pass pass) {
+    if (!task.are_lengths_inside()) return REFUSED;
     in_threads(task.units, task.threads, [&](int64_t unit) {
         const Amx amx;
         AmxWorker worker(task, words, unit, is_backward);
         (worker.*pass)();
     });
+    return ACCEPTED;
 }
 
-extern "C" void sparse_forward_bfloat16(const Task* task, const Tensors<float>* words) {
-    run_amx(*task, *words, false, &AmxWorker::forward);
+// All are refused if real keys or queries are outside of the tensors.
+
+extern "C" int64_t sparse_forward_bfloat16(const Task* task, const Tensors<float>* words) {
+    return run_amx(*task, *words, false, &AmxWorker::forward);
 }
 
-extern "C" void sparse_backward_bfloat16(const Task* task, const Tensors<float>* words) {
-    run_amx(*task, *words, true, &AmxWorker::backward);
+extern "C" int64_t sparse_backward_bfloat16(const Task* task, const Tensors<float>* words) {
+    return run_amx(*task, *words, true, &AmxWorker::backward);
 }
 
 extern "C" int64_t has_amx() { return Amx::is_available(); }
@@ -476,8 +483,9 @@ class Selector : Tiles<float> {
 
     void select(const float* scores, int64_t range, int32_t* out) {
         const int64_t stop = std::min(t.stop[range], t.blocks);
-        const Candidates candidates[] = {{t.first, std::min(t.end[range], stop)},
-                                         {std::max(t.first, t.begin[range]), stop}};
+        const int64_t end = std::min(t.end[range], stop);
+        const Candidates candidates[] = {{t.first, end},
+                                         {std::max({t.first, t.begin[range], end}), stop}};
         if (select_few(scores, candidates, out)) return;
         int n = 0, found = 0;
         for (const auto& [from, to] : candidates) n = add(scores, from, to, n);

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.contract.padding import gather_tokens
+from attnzoo.errors import UnsupportedError, short_repr
 from attnzoo.ops.block_sparse.gather import SparseTensors, row_products
 from attnzoo.ops.block_sparse.options import SparseCall
 from attnzoo.ops.block_sparse.selection import Candidates
@@ -61,7 +62,7 @@ class _BestTask(ctypes.Structure):
 BLOCK_SPARSE = cpp.Source(
     Path(__file__).with_name("block_sparse.cpp"),
     {
-        f"sparse_{direction}_{name}": Function((_Task, _Tensors))
+        f"sparse_{direction}_{name}": Function((_Task, _Tensors), ctypes.c_int64)
         for direction in ("forward", "backward")
         for name in SPARSE_TYPE_NAMES.values()
     }
@@ -154,7 +155,7 @@ class CppTensors:
         lengths = full[:, 0] if x.lengths is None else x.lengths
         counts = full[:, 1] if x.counts is None else x.counts
         self.lengths, self.counts = (y.to(torch.int64).contiguous() for y in (lengths, counts))
-        self.selected = x.selected.contiguous()
+        self.selected = x.selected.to(torch.int32).contiguous()
         heads, query_blocks, kept = self.selected.shape[1:]
         options = x.options
         self.task = _Task(
@@ -188,11 +189,21 @@ class CppTensors:
         return {f"{name}_panels": _panels(rows, self.task.units, self.task.keys)}
 
     def run(self, direction: str, **tensors: Tensor) -> None:
-        """Call the kernel of a direction."""
+        """Call the kernel of a direction.
+
+        Raises:
+            UnsupportedError: Lengths do not fit the keys and queries.
+        """
         given = {"q": self.q, "k": self.k, "v": self.v, **self.panels("k"), **tensors}
         pointers = _Tensors(**{name: x.data_ptr() for name, x in given.items()})
         function = getattr(cpp.load(BLOCK_SPARSE), f"sparse_{direction}_{self.type_name}")
-        function(self.task, pointers)
+        if function(self.task, pointers):
+            raise UnsupportedError(
+                f"rows must have at most {self.task.keys} real keys, and at most as many real "
+                f"queries, and {self.task.queries}; got lengths "
+                f"{short_repr(self.lengths.tolist())} and counts "
+                f"{short_repr(self.counts.tolist())}."
+            )
 
 
 def has_amx() -> bool:

@@ -31,11 +31,21 @@ struct Task {
     double scale;             // multiplies query-key products
     const int64_t* lengths;   // [U / key_heads]: real keys, the first ones of a row
     const int64_t* counts;    // [U / key_heads]: real queries, the last ones of a row
-    const int32_t* selected;  // [U, F, M, K]: sorted; NO_BLOCK after the last
+    const int32_t* selected;  // [U, F, M, K]: sorted; NO_BLOCK after the last. Blocks outside of
+                              // the real keys have no pairs.
 
     FIELDS(threads, units, groups, queries, keys, key_size, value_size, key_heads, causal, window,
            num_sinks, block_size, query_block, selections, query_blocks, selected_blocks, scale,
            lengths, counts, selected)
+
+    // Return whether the real keys and queries are among those of the tensors.
+    bool are_lengths_inside() const {
+        for (int64_t row = 0; row < units / key_heads; ++row)
+            if (counts[row] < 0 || counts[row] > std::min(queries, lengths[row]) ||
+                lengths[row] > keys)
+                return false;
+        return true;
+    }
 };
 
 template <class Real>
@@ -217,9 +227,9 @@ class PairLists {
             const int32_t* own = selected + block * t.selected_blocks;
             for (int64_t j = 0; j < t.selected_blocks && own[j] != NO_BLOCK; ++j) {
                 const int64_t key = own[j] * (int64_t)size_;
-                const int from = (int)std::max<int64_t>(t.num_sinks - key, 0);
-                const int to = (int)std::min<int64_t>(n_ - key, size_);
-                if (from < to) visit(own[j], Pair{i, from, to});
+                const int64_t from = std::max<int64_t>(t.num_sinks - key, 0);
+                const int64_t to = std::min<int64_t>(n_ - key, size_);
+                if (from < to) visit(own[j], Pair{i, (int32_t)from, (int32_t)to});
             }
         }
     }

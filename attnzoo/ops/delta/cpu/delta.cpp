@@ -26,6 +26,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "checks.h"
 #include "layout.h"
 #include "threads.h"
 #include "tiles.h"
@@ -37,7 +38,7 @@ constexpr int PIECE = 64;   // tokens: shorter sequences share a piece of work, 
 template <class Real>
 struct Task {
     int64_t threads, batch, heads, groups, tokens, key_size, value_size;
-    int64_t sequences;                       // S
+    int64_t sequences, longest;              // S; the most tokens of one in the one row
     int64_t panel;                           // columns of values in one piece of work
     int64_t chunk;                           // tokens, at most CHUNK
     int64_t decays;                          // per token: 0, 1 or D
@@ -50,11 +51,15 @@ struct Task {
     Real* kept;                              // [B, (T - 1) / SPAN, H, D, E]: states, or null
     const int64_t *starts, *lengths;         // of the sequences in the one row, [S]; null: rows
 
-    FIELDS(threads, batch, heads, groups, tokens, key_size, value_size, sequences, panel, chunk,
-           decays, q_steps, k_steps, v_steps, beta_steps, decay_steps, out_steps, scale, q, k, v,
+    FIELDS(threads, batch, heads, groups, tokens, key_size, value_size, sequences, longest, panel,
+           chunk, decays, q_steps, k_steps, v_steps, beta_steps, decay_steps, out_steps, scale, q, k, v,
            beta, log_decay, state, out, last_state, kept, starts, lengths)
 
     int64_t panels() const { return (value_size + panel - 1) / panel; }
+    bool are_sequences_inside() const {
+        return !starts || are_sequences(starts, lengths, sequences, tokens, longest);
+    }
+
     int64_t length(int64_t sequence) const { return lengths ? lengths[sequence] : tokens; }
 
     // Return the first sequence of each piece of work, and S.
@@ -744,7 +749,7 @@ class DeltaBackward : DeltaRule<Real> {
 // The arguments of the step for one token; sizes are arbitrary.
 template <class Real>
 struct Step {
-    int64_t threads, batch, heads, groups, key_size, value_size, decays;
+    int64_t threads, batch, states, heads, groups, key_size, value_size, decays;
     int64_t q_row, q_head, k_row, k_head, v_row, v_head;  // strides of batch rows and of heads
     int64_t beta_row, beta_head, decay_row, decay_head, state_row;
     double scale, eps;  // eps is added to squared norms of q and k; below 0: not normalised
@@ -752,7 +757,7 @@ struct Step {
     Real *out, *last_state;  // contiguous; last_state has the stride of state, and may be state
     const int64_t* slots;    // row of each batch row in the state, [B]; -1: none; null: its own
 
-    FIELDS(threads, batch, heads, groups, key_size, value_size, decays, q_row, q_head, k_row,
+    FIELDS(threads, batch, states, heads, groups, key_size, value_size, decays, q_row, q_head, k_row,
            k_head, v_row, v_head, beta_row, beta_head, decay_row, decay_head, state_row, scale, eps,
            q, k, v, beta, log_decay, state, out, last_state, slots)
 };
@@ -849,8 +854,10 @@ class DeltaStep : Math<Real> {
     }
 };
 
+// Refused if slots are not rows of the pool.
 template <class Real>
-static void step(const Step<Real>& t) {
+static int64_t step(const Step<Real>& t) {
+    if (!are_slots(t.slots, t.batch, t.states)) return REFUSED;
     const int64_t count = t.batch * t.heads;
     const int64_t threads = count * t.key_size * t.value_size < 1 << 18 ? 1 : t.threads;
     const int64_t pieces = std::min(threads, count);
@@ -860,13 +867,15 @@ static void step(const Step<Real>& t) {
         for (int64_t i = piece * count / pieces; i < (piece + 1) * count / pieces; ++i)
             step.run(i / t.heads, i % t.heads);
     });
+    return ACCEPTED;
 }
 
 // -- entry points ---------------------------------------------------------------------------------
 
-// Run what make(head, panel) returns on all sequences.
+// Run what make(head, panel) returns on all sequences; refused if they are not within the row.
 template <class Real, class Make>
-static void run_sequences(const Task<Real>& t, Make make) {
+static int64_t run_sequences(const Task<Real>& t, Make make) {
+    if (!t.are_sequences_inside()) return REFUSED;
     const std::vector<int64_t> firsts = t.pieces();
     const int64_t panels = t.panels(), columns = t.heads * panels;
     in_threads((int64_t)(firsts.size() - 1) * columns, t.threads, [&](int64_t i) {
@@ -875,32 +884,33 @@ static void run_sequences(const Task<Real>& t, Make make) {
         auto work = make(column / panels, column % panels);
         for (int64_t s = firsts[piece]; s < firsts[piece + 1]; ++s) work.run(s);
     });
+    return ACCEPTED;
 }
 
 template <class Real>
-static void forward(const Task<Real>& t) {
-    run_sequences(t, [&](int64_t head, int64_t panel) {
+static int64_t forward(const Task<Real>& t) {
+    return run_sequences(t, [&](int64_t head, int64_t panel) {
         return DeltaForward<Real>(t, head, panel);
     });
 }
 
 template <class Real>
-static void backward(const Task<Real>& t, const Gradients<Real>& out) {
-    run_sequences(t, [&](int64_t head, int64_t panel) {
+static int64_t backward(const Task<Real>& t, const Gradients<Real>& out) {
+    return run_sequences(t, [&](int64_t head, int64_t panel) {
         return DeltaBackward<Real>(t, out, head, panel);
     });
 }
 
-extern "C" void delta_forward_float(const Task<float>* task) { forward(*task); }
-extern "C" void delta_forward_double(const Task<double>* task) { forward(*task); }
-extern "C" void delta_backward_float(const Task<float>* task, const Gradients<float>* out) {
-    backward(*task, *out);
+extern "C" int64_t delta_forward_float(const Task<float>* task) { return forward(*task); }
+extern "C" int64_t delta_forward_double(const Task<double>* task) { return forward(*task); }
+extern "C" int64_t delta_backward_float(const Task<float>* task, const Gradients<float>* out) {
+    return backward(*task, *out);
 }
-extern "C" void delta_backward_double(const Task<double>* task, const Gradients<double>* out) {
-    backward(*task, *out);
+extern "C" int64_t delta_backward_double(const Task<double>* task, const Gradients<double>* out) {
+    return backward(*task, *out);
 }
-extern "C" void delta_step_float(const Step<float>* task) { step(*task); }
-extern "C" void delta_step_double(const Step<double>* task) { step(*task); }
+extern "C" int64_t delta_step_float(const Step<float>* task) { return step(*task); }
+extern "C" int64_t delta_step_double(const Step<double>* task) { return step(*task); }
 
 CALLED_FROM_PYTHON(delta_forward_float, delta_forward_double, delta_backward_float,
                    delta_backward_double, delta_step_float, delta_step_double)

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.contract.states import DeltaState, run_on_slots
+from attnzoo.contract.sequences import bounds_of, refuse_sequences
+from attnzoo.contract.states import DeltaState, refuse_slots, run_on_slots
 from attnzoo.ops.delta.common import NORM_EPS, DeltaInputs, Result, normalized
 from attnzoo.ops.linear.common import log_decay_per_token, state_dtype
 from attnzoo.runtime import cpp
@@ -44,7 +45,8 @@ class _Task(ctypes.Structure):
     _fields_ = [
         *cpp.fields(
             ctypes.c_int64,
-            "threads batch heads groups tokens key_size value_size sequences panel chunk decays",
+            "threads batch heads groups tokens key_size value_size sequences longest panel chunk "
+            "decays",
         ),
         *cpp.fields(ctypes.c_int64 * 3, "q_steps k_steps v_steps beta_steps decay_steps out_steps"),
         ("scale", ctypes.c_double),
@@ -69,7 +71,7 @@ class _Step(ctypes.Structure):
     _fields_ = [
         *cpp.fields(
             ctypes.c_int64,
-            "threads batch heads groups key_size value_size decays "
+            "threads batch states heads groups key_size value_size decays "
             "q_row q_head k_row k_head v_row v_head beta_row beta_head decay_row decay_head "
             "state_row",
         ),
@@ -82,7 +84,7 @@ ARGUMENTS = {"forward": (_Task,), "backward": (_Task, _Gradients), "step": (_Ste
 DELTA = cpp.Source(
     Path(__file__).with_name("delta.cpp"),
     {
-        f"delta_{form}_{name}": Function(arguments)
+        f"delta_{form}_{name}": Function(arguments, ctypes.c_int64)
         for form, arguments in ARGUMENTS.items()
         for name in TYPE_NAMES.values()
     },
@@ -125,9 +127,8 @@ def run_cpp(x: DeltaInputs) -> Result:
     tensors = (x.q, x.k, x.v, x.beta, x.log_decay, kv)
     check_reverse_mode("delta_attention", *tensors)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    bounds = (None, None) if x.sequences is None else (x.sequences.starts, x.sequences.lengths)
     options = (x.scale, x.chunk_size or CPP_CHUNK, x.return_state, needs_grad)
-    out, state, _ = delta_cpp(*tensors, *bounds, *options)
+    out, state, _ = delta_cpp(*tensors, *bounds_of(x.sequences), *options)
     return out, DeltaState(state) if x.return_state else None
 
 
@@ -142,6 +143,9 @@ def _run_step(x: DeltaInputs) -> Result:
     """Run the kernel on one token, in the place of the state if ``x.reuse_state``.
 
     It normalises queries and keys if ``x.normalize``.
+
+    Raises:
+        UnsupportedError: A slot is no row of the pool.
     """
     given, slots = x.first_state().kv, x.slots
     kv = with_contiguous_states(given)
@@ -155,7 +159,7 @@ def _run_step(x: DeltaInputs) -> Result:
     dtype, batch = kv.dtype, x.q.shape[0]
     q, k, v = (_rows(t, dtype) for t in (x.q, x.k, x.v))
     beta, log_decay = cast(x.beta, dtype), x.log_decay
-    _, heads, size, columns = kv.shape
+    states, heads, size, columns = kv.shape
     decay_steps, decays = (0, 0), 0
     if log_decay is not None:
         log_decay = _rows(log_decay, dtype) if log_decay.dim() == 4 else cast(log_decay, dtype)
@@ -164,7 +168,8 @@ def _run_step(x: DeltaInputs) -> Result:
         decay_steps = (0, steps[0]) if len(steps) == 1 else (steps[0], steps[1])
     out = v.new_empty(batch, q.shape[1], 1, columns)
     task = _Step(
-        *(torch.get_num_threads(), batch, heads, q.shape[1] // heads, size, columns, decays),
+        *(torch.get_num_threads(), batch, states, heads, q.shape[1] // heads, size, columns),
+        decays,
         *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *beta.stride()[:2], *decay_steps),
         kv.stride(0),
         *(x.scale, NORM_EPS if x.normalize else -1.0),
@@ -173,7 +178,8 @@ def _run_step(x: DeltaInputs) -> Result:
         *(kv.data_ptr(), out.data_ptr(), last.data_ptr()),
         None if slots is None else slots.data_ptr(),
     )
-    getattr(cpp.load(DELTA), f"delta_step_{TYPE_NAMES[x.state_dtype]}")(task)
+    if getattr(cpp.load(DELTA), f"delta_step_{TYPE_NAMES[x.state_dtype]}")(task):
+        refuse_slots(slots, states)
     return cast(out, x.v.dtype), DeltaState(last)
 
 
@@ -200,6 +206,7 @@ class _Arguments:
         state: Tensor | None,
         starts: Tensor | None,
         lengths: Tensor | None,
+        longest: int,
         scale: float,
         chunk_size: int,
         panel: int,
@@ -213,21 +220,22 @@ class _Arguments:
             self.log_decay = pad_to_simd(log_decay) if log_decay.shape[3] > 1 else log_decay
         read = (self.q, self.k, self.v, self.beta, self.log_decay)
         batch, heads, tokens, size = self.k.shape
-        self.starts, self.lengths, sequences, self.is_full = starts, lengths, batch, True
+        sequences, self.is_full = batch, True
         if starts is not None and lengths is not None:
-            self.starts, self.lengths = starts.contiguous(), lengths.contiguous()
+            starts, lengths = (x.to(torch.int64).contiguous() for x in (starts, lengths))
             sequences, self.is_full = len(starts), int(lengths.sum()) == tokens
+        self.sequences = starts, lengths, longest
         self.state_shape = sequences, heads, size, self.v.shape[3]
         self.state = self.pad_state(state)
         self.task = _Task(
             *(torch.get_num_threads(), batch, heads, q.shape[1] // heads, tokens, size),
-            *(self.v.shape[3], sequences, panel, chunk_size, self.log_decay.shape[3]),
+            *(self.v.shape[3], sequences, longest, panel, chunk_size, self.log_decay.shape[3]),
             *(_steps(x) for x in read),
             _steps(self.q),  # replaced by those of out
             scale,
             *(_pointer(x) for x in (*read, self.state)),
-            starts=_pointer(self.starts),
-            lengths=_pointer(self.lengths),
+            starts=_pointer(starts),
+            lengths=_pointer(lengths),
         )
         self.functions = cpp.load(DELTA), TYPE_NAMES[dtype]
 
@@ -244,9 +252,14 @@ class _Arguments:
         return x if self.is_full else x.zero_()
 
     def run(self, direction: str, *structs: ctypes.Structure) -> None:
-        """Call the kernel of one direction."""
+        """Call the kernel of one direction.
+
+        Raises:
+            UnsupportedError: Sequences do not follow one another within the row.
+        """
         library, type_name = self.functions
-        getattr(library, f"delta_{direction}_{type_name}")(self.task, *structs)
+        if getattr(library, f"delta_{direction}_{type_name}")(self.task, *structs):
+            refuse_sequences(*self.sequences, self.task.tokens)
 
 
 @torch.library.custom_op("attnzoo::delta_cpp", mutates_args=())
@@ -259,6 +272,7 @@ def delta_cpp(
     state: Tensor | None,
     starts: Tensor | None,
     lengths: Tensor | None,
+    longest: int,
     scale: float,
     chunk_size: int,
     return_state: bool,
@@ -275,6 +289,7 @@ def delta_cpp(
         state: The state before the first token, ``[S, Hkv, D, E]``; ``None`` means zeros.
         starts: First token of each sequence of one row, ``[S]``; ``None``: rows are sequences.
         lengths: Tokens of each, ``[S]``.
+        longest: No sequence of the one row is longer.
         scale: Multiplies q.
         chunk_size: C, in tokens; at most :data:`CPP_CHUNK`.
         return_state: Whether to return the state; otherwise it has no elements.
@@ -283,7 +298,8 @@ def delta_cpp(
             elements.
     """
     panel = _panel(k, v, torch.get_num_threads(), lengths)
-    x = _Arguments(q, k, v, beta, log_decay, state, starts, lengths, scale, chunk_size, panel)
+    bounds = starts, lengths, longest
+    x = _Arguments(q, k, v, beta, log_decay, state, *bounds, scale, chunk_size, panel)
     out = x.empty(*q.shape[:3], x.v.shape[3])
     last = x.q.new_empty(x.state_shape if return_state else 0)
     spans = (k.shape[2] - 1) // SPAN if keep else 0
@@ -309,12 +325,14 @@ def delta_cpp_backward(
     starts: Tensor | None,
     lengths: Tensor | None,
     kept: Tensor,
+    longest: int,
     scale: float,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, beta, and log_decay and state (or no elements)."""
     panel = _panel(k, v, BACKWARD_PIECES, lengths)
-    x = _Arguments(q, k, v, beta, log_decay, state, starts, lengths, scale, chunk_size, panel)
+    bounds = starts, lengths, longest
+    x = _Arguments(q, k, v, beta, log_decay, state, *bounds, scale, chunk_size, panel)
     x.task.kept = kept.data_ptr()
     panels = -(-x.v.shape[3] // panel)
     if d_out is None:
@@ -451,8 +469,8 @@ def _per_channel(log_decay: Tensor | None) -> Tensor | None:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*inputs[:8], output[2])
-    ctx.options = inputs[8:10]
-    ctx.returns_state = inputs[10]
+    ctx.options = inputs[8:11]
+    ctx.returns_state = inputs[11]
     ctx.set_materialize_grads(False)
 
 
@@ -460,7 +478,7 @@ def _backward(ctx: Any, d_out: Any, d_last: Any, d_kept: Any) -> tuple[Tensor | 
     d_last = d_last if ctx.returns_state else None
     grads = delta_cpp_backward(d_out, d_last, *ctx.saved_tensors, *ctx.options)
     needed = ctx.needs_input_grad
-    return *(g if need else None for g, need in zip(grads, needed, strict=False)), *(None,) * 6
+    return *(g if need else None for g, need in zip(grads, needed, strict=False)), *(None,) * 7
 
 
 delta_cpp.register_autograd(_backward, setup_context=_setup_context)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnzoo.contract.states import DeltaState, run_on_slots
+from attnzoo.contract.states import DeltaState, check_slots, run_on_slots
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.delta.common import DeltaInputs, Result, normalized
 from attnzoo.ops.linear.triton.run import round_features
@@ -50,6 +50,8 @@ def run_step_triton(x: DeltaInputs) -> Result:
 
     x = normalized(x)
     state = x.first_state()
+    if x.slots is not None:
+        check_slots(x.slots, state.kv.shape[0])
     if x.slots is not None and not state.kv.is_contiguous():
         return run_on_slots(x, run_step_triton)
     tensors = _tensors(x._replace(state=state))

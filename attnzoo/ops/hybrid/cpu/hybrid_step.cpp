@@ -23,6 +23,7 @@
 #include <cstring>
 #include <vector>
 
+#include "checks.h"
 #include "feature_maps.h"
 #include "lanes.h"
 #include "layout.h"
@@ -45,7 +46,7 @@ struct Bfloat16 {
 // Key is the element type of keys, and Real that of all other tensors.
 template <class Real, class Key>
 struct Step {
-    int64_t threads, batch, heads, groups, sinks, window, key_size, value_size, features;
+    int64_t threads, batch, states, heads, groups, sinks, window, key_size, value_size, features;
     int64_t decays;                           // per token: 0, 1 or F
     int64_t counted;                          // whether lw is divided by the number of keys
     int64_t relative;                         // whether lw is relative to the window's sum
@@ -66,9 +67,9 @@ struct Step {
     Real *next_values, *next_far, *next_kv, *next_z;
     int64_t* next_seen;
 
-    FIELDS(threads, batch, heads, groups, sinks, window, key_size, value_size, features, decays,
-           counted, relative, q_map, k_map, q_row, q_head, k_row, k_head, v_row, v_head, fq_row, fq_head, fk_row,
-           fk_head, decay_row, decay_head, weight_row, weight_head, keys_row, values_row, far_row,
+    FIELDS(threads, batch, states, heads, groups, sinks, window, key_size, value_size, features,
+           decays, counted, relative, q_map, k_map, q_row, q_head, k_row, k_head, v_row, v_head,
+           fq_row, fq_head, fk_row, fk_head, decay_row, decay_head, weight_row, weight_head, keys_row, values_row, far_row,
            kv_row, z_row, seen_row, scale, map_scale, q, k, v, fq, fk,
            log_decay, log_weight, keys, values, far, kv, z, seen, slots, out, next_keys, next_values,
            next_far, next_kv, next_z, next_seen)
@@ -225,8 +226,22 @@ class HybridStep : Math<Real> {
     }
 };
 
+// Return whether the states that are read have numbers of tokens, which choose rows of the window.
 template <class Real, class Key>
-static void step(const Step<Real, Key>& t) {
+static bool are_counts(const Step<Real, Key>& t) {
+    for (int64_t row = 0; row < t.batch; ++row) {
+        const int64_t state = t.slots ? t.slots[row] : row;
+        if (state < 0) continue;
+        const int64_t seen = t.seen[state * t.seen_row];
+        if (seen < 0 || seen > INT64_MAX / 2) return false;
+    }
+    return true;
+}
+
+// Refused if slots are not rows of the pool, or a state has no number of tokens.
+template <class Real, class Key>
+static int64_t step(const Step<Real, Key>& t) {
+    if (!are_slots(t.slots, t.batch, t.states) || !are_counts(t)) return REFUSED;
     const int64_t count = t.batch * t.heads;
     const int64_t size = t.features * t.value_size + (t.sinks + t.window) * (t.key_size + t.value_size);
     const int64_t pieces = count * size < 1 << 18 ? 1 : std::min(t.threads, count);
@@ -240,10 +255,11 @@ static void step(const Step<Real, Key>& t) {
         const int64_t state = t.slots ? t.slots[row] : row;
         if (state >= 0) t.next_seen[state * t.seen_row] = t.seen[state * t.seen_row] + 1;
     }
+    return ACCEPTED;
 }
 
-extern "C" void hybrid_step_float32(const Step<float, float>* task) { step(*task); }
-extern "C" void hybrid_step_float64(const Step<double, double>* task) { step(*task); }
-extern "C" void hybrid_step_bfloat16(const Step<float, Bfloat16>* task) { step(*task); }
+extern "C" int64_t hybrid_step_float32(const Step<float, float>* task) { return step(*task); }
+extern "C" int64_t hybrid_step_float64(const Step<double, double>* task) { return step(*task); }
+extern "C" int64_t hybrid_step_bfloat16(const Step<float, Bfloat16>* task) { return step(*task); }
 
 CALLED_FROM_PYTHON(feature_map_names, hybrid_step_float32, hybrid_step_float64, hybrid_step_bfloat16)

@@ -9,11 +9,14 @@ import ctypes
 import operator
 from itertools import chain
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from attnzoo.contract.states import refuse_slots, wrong_slot
+from attnzoo.errors import UnsupportedError, short_repr
 from attnzoo.ops.hybrid.state import HybridState, StepInputs, StepResult
 from attnzoo.ops.linear.common import SCALED
 from attnzoo.ops.linear.cpu.call import MAP_NAMES, map_numbers
@@ -35,8 +38,8 @@ class _Step(ctypes.Structure):
     _fields_ = [
         *cpp.fields(
             ctypes.c_int64,
-            "threads batch heads groups sinks window key_size value_size features decays counted "
-            "relative q_map k_map",
+            "threads batch states heads groups sinks window key_size value_size features decays "
+            "counted relative q_map k_map",
         ),
         *cpp.fields(
             ctypes.c_int64,
@@ -56,7 +59,7 @@ class _Step(ctypes.Structure):
 FUNCTIONS = {dtype: f"hybrid_step_{str(dtype).removeprefix('torch.')}" for dtype in WIDE}
 HYBRID_STEP = cpp.Source(
     Path(__file__).with_name("hybrid_step.cpp"),
-    dict.fromkeys(FUNCTIONS.values(), Function((_Step,))) | MAP_NAMES,
+    dict.fromkeys(FUNCTIONS.values(), Function((_Step,), ctypes.c_int64)) | MAP_NAMES,
 )
 
 
@@ -84,6 +87,9 @@ def hybrid_step_cpp(x: StepInputs) -> StepResult:
 
     The kernel computes the features of maps without weights. Keys may be bfloat16; the arithmetic
     is in float32, or in float64 for float64 tensors.
+
+    Raises:
+        UnsupportedError: A slot is no row of the pool, or a state has no number of tokens.
     """
     q, k, v, branch, state, scale, in_place, slots = x
     dtype, wide = v.dtype, WIDE[k.dtype]
@@ -100,7 +106,7 @@ def hybrid_step_cpp(x: StepInputs) -> StepResult:
             old, in_place = [y.clone() for y in old], True
     new = old if in_place else [*map(torch.empty_like, old)]
     after = state if new[0] is state.k else HybridState._make(new)
-    (batch, queries), (_, heads, stored, size) = q.shape[:2], old[0].shape
+    (batch, queries), (states, heads, stored, size) = q.shape[:2], old[0].shape
     columns, (window, features) = old[1].shape[3], old[2].shape[2:]
     out = v.new_empty(batch, queries, 1, columns)
     if isinstance(v, FakeTensor):  # shapes without data, to count memory
@@ -113,7 +119,8 @@ def hybrid_step_cpp(x: StepInputs) -> StepResult:
         decays = features if decay.dim() == 4 else 1
         decay_steps = (0, 1) if decay.dim() == 1 else decay.stride()[:2]
     task = _Step(
-        *(torch.get_num_threads(), batch, heads, queries // heads, stored - window, window),
+        *(torch.get_num_threads(), batch, states, heads, queries // heads),
+        *(stored - window, window),
         *(size, columns, features, decays, branch.mean, branch.relative),
         *map_numbers(HYBRID_STEP, branch.feature_map),
         *chain(*[t.stride()[:2] for t in read], decay_steps, weight.stride()[:2]),
@@ -125,5 +132,16 @@ def hybrid_step_cpp(x: StepInputs) -> StepResult:
         None if slots is None else slots.data_ptr(),
         *map(Tensor.data_ptr, (out, *new)),
     )
-    getattr(cpp.load(HYBRID_STEP), FUNCTIONS[k.dtype])(task)
+    if getattr(cpp.load(HYBRID_STEP), FUNCTIONS[k.dtype])(task):
+        refuse_state(slots, state)
     return cast(out, dtype), after
+
+
+def refuse_state(slots: Tensor | None, state: HybridState) -> NoReturn:
+    """Raise ``UnsupportedError`` for slots outside of a pool, or a state without a count."""
+    if slots is not None and wrong_slot(slots, len(state.seen)) is not None:
+        refuse_slots(slots, len(state.seen))
+    raise UnsupportedError(
+        "state.seen must be the number of tokens so far of each state, got "
+        f"{short_repr(state.seen.tolist())}; pass the state that the same op returned."
+    )

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.contract.states import LinearState
+from attnzoo.contract.states import LinearState, check_slots
 from attnzoo.ops.hybrid.parts import (
     MIN_WEIGHT,
     PartsResult,
@@ -123,6 +123,8 @@ def run_step_triton(x: StepInputs) -> StepResult:
 
     x = x.with_features()
     branch, state = x.branch, x.state
+    if x.slots is not None:
+        check_slots(x.slots, state.kv.shape[0])
     if x.slots is not None and not all(y.is_contiguous() for y in state):
         return at_slots(x, run_step_triton)
     if not (x.in_place and all(y.is_contiguous() for y in state)):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo.errors import UnsupportedError
+from attnzoo.contract.sequences import refuse_sequences
 from attnzoo.ops.features.functional import FIXED, LEARNED
 from attnzoo.ops.linear.common import log_decay_per_token
 from attnzoo.runtime import cpp
@@ -52,8 +52,8 @@ class Task(ctypes.Structure):
     _fields_ = [
         *cpp.fields(
             ctypes.c_int64,
-            "threads batch heads groups tokens key_size value_size given_size normalize chunk "
-            "decays",
+            "threads batch heads groups tokens longest key_size value_size given_size normalize "
+            "chunk decays",
         ),
         *cpp.fields(ctypes.c_double, "scale eps"),
         *cpp.fields(Rows, "q k v log_decay out"),
@@ -76,7 +76,7 @@ ARGUMENTS = {"forward": (Task,), "backward": (Task, Gradients)}
 LINEAR = cpp.Source(
     Path(__file__).with_name("linear.cpp"),
     {
-        f"linear_{direction}_{name}": Function(arguments)
+        f"linear_{direction}_{name}": Function(arguments, ctypes.c_int64)
         for direction, arguments in ARGUMENTS.items()
         for name in TYPE_NAMES.values()
     }
@@ -101,7 +101,7 @@ class CallArguments:
         log_decay: Tensor | None,
         state: tuple[Tensor | None, Tensor | None],
         weights: tuple[Tensor | None, ...],
-        sequences: tuple[Tensor | None, Tensor | None],
+        sequences: tuple[Tensor | None, Tensor | None, int],
         options: tuple[Any, ...],
     ) -> None:
         scale, normalize, eps, chunk_size, feature_map, feature_scale = options
@@ -111,25 +111,29 @@ class CallArguments:
         q, k, v = with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v)
         decays = with_contiguous_rows(decays)
         batch, heads, tokens, size = k.shape
-        (kv, z), (starts, lengths) = state, sequences
+        (kv, z), (starts, lengths, longest) = state, sequences
         self.has_sequences, self.covers_all = starts is not None, True
         if starts is not None and lengths is not None:
             batch = starts.shape[0]
-            self.covers_all = _check_sequences(starts, lengths, tokens) == tokens
+            starts, lengths = (
+                starts.to(torch.int64).contiguous(),
+                lengths.to(torch.int64).contiguous(),
+            )
+            self.covers_all = int(lengths.sum()) == tokens
         self.task = Task(
-            *(torch.get_num_threads(), batch, heads, q.shape[1] // heads, tokens),
+            *(torch.get_num_threads(), batch, heads, q.shape[1] // heads, tokens, longest),
             *(count_features(k, feature_map, weights[1]), v.shape[3], size, normalize),
             *(min(chunk_size, KERNEL_CHUNK), decays.shape[3]),
             *(scale, eps, rows_of(q), rows_of(k), rows_of(v), rows_of(decays)),
         )
         if starts is not None and lengths is not None:
-            starts, lengths = starts.long().contiguous(), lengths.long().contiguous()
             self.task.starts, self.task.lengths = pointer_to(starts), pointer_to(lengths)
         if kv is not None and z is not None:
             kv, z = kv.contiguous(), z.contiguous()
             self.task.kv, self.task.z = pointer_to(kv), pointer_to(z)
         # kept alive, because the struct refers to them
-        self.read = (q, k, v, decays, kv, z, starts, lengths, weights)
+        self.read = (q, k, v, decays, kv, z, weights)
+        self.sequences = starts, lengths, longest
         q_kind, k_kind = map_numbers(LINEAR, feature_map)
         for kind, weight, bias, field in (
             (q_kind, weights[0], weights[2], self.task.q_map),
@@ -141,9 +145,14 @@ class CallArguments:
                 field.weight, field.bias = pointer_to(weight), pointer_to(bias)
 
     def run(self, direction: str, dtype: torch.dtype, *structs: ctypes.Structure) -> None:
-        """Call the kernel of one direction, whose sums have this dtype."""
+        """Call the kernel of one direction, whose sums have this dtype.
+
+        Raises:
+            UnsupportedError: Sequences do not follow one another within the row.
+        """
         function = getattr(cpp.load(LINEAR), f"linear_{direction}_{TYPE_NAMES[dtype]}")
-        function(self.task, *structs)
+        if function(self.task, *structs):
+            refuse_sequences(*self.sequences, self.task.tokens)
 
 
 def count_features(k: Tensor, feature_map: str, weight: Tensor | None) -> int:
@@ -154,20 +163,3 @@ def count_features(k: Tensor, feature_map: str, weight: Tensor | None) -> int:
 def pointer_to(x: Tensor | None) -> int | None:
     """Return the address of the elements of a tensor; ``None``, for null, if it has none."""
     return None if x is None or not x.numel() else x.data_ptr()
-
-
-def _check_sequences(starts: Tensor, lengths: Tensor, tokens: int) -> int:
-    """Return the number of tokens in sequences.
-
-    Raises:
-        UnsupportedError: Tokens of a sequence are outside the row, where the kernels would read.
-    """
-    if not len(starts):
-        return 0
-    lowest, last = min(starts.min().item(), lengths.min().item()), (starts + lengths).max().item()
-    if lowest < 0 or last > tokens:
-        raise UnsupportedError(
-            f"sequences must be within the {tokens} tokens of the row, and lengths at least 0; got "
-            f"starts {starts.tolist()} and lengths {lengths.tolist()}."
-        )
-    return int(lengths.sum())

@@ -952,18 +952,28 @@ static void backward(const Task<Real>& t, const Gradients<Real>& out) {
     });
 }
 
-extern "C" void linear_forward_float(const Task<float>* task) {
+// All are refused if the sequences are not within the row.
+
+extern "C" int64_t linear_forward_float(const Task<float>* task) {
+    if (!task->are_sequences_inside()) return REFUSED;
     uses_amx(*task) ? forward<AmxForward>(*task) : forward<LinearForward<float>>(*task);
+    return ACCEPTED;
 }
-extern "C" void linear_forward_double(const Task<double>* task) {
+extern "C" int64_t linear_forward_double(const Task<double>* task) {
+    if (!task->are_sequences_inside()) return REFUSED;
     forward<LinearForward<double>>(*task);
+    return ACCEPTED;
 }
-extern "C" void linear_backward_float(const Task<float>* task, const Gradients<float>* out) {
+extern "C" int64_t linear_backward_float(const Task<float>* task, const Gradients<float>* out) {
+    if (!task->are_sequences_inside()) return REFUSED;
     uses_amx(*task) ? backward<AmxBackward>(*task, *out)
                     : backward<LinearBackward<float>>(*task, *out);
+    return ACCEPTED;
 }
-extern "C" void linear_backward_double(const Task<double>* task, const Gradients<double>* out) {
+extern "C" int64_t linear_backward_double(const Task<double>* task, const Gradients<double>* out) {
+    if (!task->are_sequences_inside()) return REFUSED;
     backward<LinearBackward<double>>(*task, *out);
+    return ACCEPTED;
 }
 
 CALLED_FROM_PYTHON(feature_map_names, linear_forward_float, linear_forward_double,

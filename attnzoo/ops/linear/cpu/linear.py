@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.contract.context_parallel import SequenceShard
-from attnzoo.contract.sequences import Sequences
+from attnzoo.contract.sequences import Sequences, bounds_of
 from attnzoo.contract.states import LinearState
 from attnzoo.ops.linear.common import (
     SCALED,
@@ -131,11 +131,8 @@ def _run(x: LinearInputs, *, totals: bool) -> tuple[Tensor, Tensor, LinearState 
     chunk_size = KERNEL_CHUNK if x.chunk_size is None else x.chunk_size
     feature_scale = x.feature_scale**0.5 if x.feature_map in SCALED else 1.0
     options = (x.scale, x.normalize, x.eps, chunk_size, x.feature_map, feature_scale)
-    starts, lengths = (
-        (None, None) if x.sequences is None else (x.sequences.starts, x.sequences.lengths)
-    )
     out, kv, z, sums, _ = linear_cpp(
-        *(*tensors, starts, lengths, *options, totals, needs_grad, x.return_state)
+        *(*tensors, *bounds_of(x.sequences), *options, totals, needs_grad, x.return_state)
     )
     last = LinearState(kv, z) if x.return_state else None
     return (out if totals else out.to(x.v.dtype)), sums, last
@@ -155,6 +152,7 @@ def linear_cpp(
     k_bias: Tensor | None,
     starts: Tensor | None,
     lengths: Tensor | None,
+    longest: int,
     scale: float,
     normalize: bool,
     eps: float,
@@ -186,6 +184,7 @@ def linear_cpp(
         starts: The first token of each sequence of the one row, ``[S]``; ``None``: each row is a
             sequence.
         lengths: The tokens of each, ``[S]``; outputs of tokens outside of sequences are 0.
+        longest: No sequence of the one row is longer.
         scale: Multiplies q.
         normalize: Whether to divide by the sum of weights.
         eps: Added to that sum.
@@ -198,7 +197,7 @@ def linear_cpp(
             elements.
         return_state: Whether to return the last state, which otherwise has no elements.
     """
-    weights, sequences = (q_weight, k_weight, q_bias, k_bias), (starts, lengths)
+    weights, sequences = (q_weight, k_weight, q_bias, k_bias), (starts, lengths, longest)
     options = (scale, normalize, eps, chunk_size, feature_map, feature_scale)
     x = CallArguments(q, k, v, log_decay, (kv, z), weights, sequences, options)
     dtype = state_dtype(q, k, v)
@@ -234,6 +233,7 @@ def linear_cpp_backward(
     kept: Tensor,
     out: Tensor,
     inverse: Tensor,
+    longest: int,
     scale: float,
     normalize: bool,
     eps: float,
@@ -247,7 +247,7 @@ def linear_cpp_backward(
     What is not ``needed`` is not computed and has no elements; kv and z have gradients if one of
     them is needed. ``out`` and ``inverse``, with ``normalize``, are those of the forward pass.
     """
-    weights, sequences = (q_weight, k_weight, q_bias, k_bias), (starts, lengths)
+    weights, sequences = (q_weight, k_weight, q_bias, k_bias), (starts, lengths, longest)
     options = (scale, normalize, eps, chunk_size, feature_map, feature_scale)
     x = CallArguments(q, k, v, log_decay, (kv, z), weights, sequences, options)
     x.task.kept = pointer_to(kept)
@@ -275,7 +275,6 @@ def linear_cpp_backward(
     x.run("backward", kept.dtype, gradients)
     if needed[3] and log_decay is not None:
         d_log = _sum_decay_gradient(d_log, log_decay)
-    # of pieces of work, so that results do not depend on the number of threads
     sums = (d if w is None else d.sum((0, 2)) for d, w in zip(d_weights, trained, strict=True))
     return [dq, dk, dv, d_log, d_kv, d_z, *sums]
 
@@ -292,7 +291,8 @@ def _new_weight_gradients(
     """Return tensors for the weights' gradients, ``[B, H, pieces, ...]``, and refer to them.
 
     The pieces are the first spans of the sequences that begin in the same :data:`BUNDLE` tokens,
-    and the other spans; see ``weight_gradient`` of ``linear_chunk.h``. Some may be unused.
+    and the other spans; see ``weight_gradient`` of ``linear_chunk.h``. Some may be unused. Their
+    sum does not depend on the number of threads.
     """
     task = x.task
     firsts = -(-task.tokens // BUNDLE) if x.has_sequences else 1
@@ -363,7 +363,7 @@ def _linear_cpp_fake(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, kv: Any, z: Any, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     _, k_weight, _, _, starts, _ = rest[:6]
-    _, normalize, _, _, feature_map, _, totals, keep, return_state = rest[6:]
+    _, _, normalize, _, _, feature_map, _, totals, keep, return_state = rest[6:]
     dtype, features = state_dtype(q, k, v), count_features(k, feature_map, k_weight)
     out, sums = _new_outputs(q, v, dtype, totals or (normalize and keep))
     count = k.shape[0] if starts is None else starts.shape[0]
@@ -386,7 +386,7 @@ def _linear_cpp_backward_fake(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     tensors, options = inputs[:12], inputs[12:]
     out, _, _, inverse, kept = output
-    if not options[1]:  # normalize
+    if not options[2]:  # normalize
         out, inverse = kept.new_empty(0), kept.new_empty(0)
     ctx.save_for_backward(*tensors, kept, out, inverse)
     ctx.options = options[:-3]  # without totals, keep and return_state
@@ -399,7 +399,7 @@ def _backward(
     needed = ctx.needs_input_grad
     options = (*ctx.options, list(needed[:10]))
     grads = linear_cpp_backward(d_out, d_kv, d_z, d_totals, *ctx.saved_tensors, *options)
-    return *(g if need else None for g, need in zip(grads, needed, strict=False)), *(None,) * 11
+    return *(g if need else None for g, need in zip(grads, needed, strict=False)), *(None,) * 12
 
 
 linear_cpp.register_autograd(_backward, setup_context=_setup_context)

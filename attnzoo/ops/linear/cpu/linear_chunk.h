@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "checks.h"
 #include "feature_maps.h"
 #include "layout.h"
 #include "rows.h"
@@ -35,7 +36,7 @@ struct Sequence {
 template <class Real>
 struct Task {
     int64_t threads, batch, heads, groups;  // batch is the number of sequences
-    int64_t tokens;                         // of a row
+    int64_t tokens, longest;                // of a row; the most of a sequence in the one row
     int64_t key_size, value_size;
     int64_t given_size;             // size of queries and keys before the feature map
     int64_t normalize;              // whether outputs are divided by the totals
@@ -53,9 +54,13 @@ struct Task {
                                     // normalised; or null
     MapTask<Real> q_map, k_map;
 
-    FIELDS(threads, batch, heads, groups, tokens, key_size, value_size, given_size, normalize,
-           chunk, decays, scale, eps, q, k, v, log_decay, out, starts, lengths, kv, z, last_kv,
+    FIELDS(threads, batch, heads, groups, tokens, longest, key_size, value_size, given_size,
+           normalize, chunk, decays, scale, eps, q, k, v, log_decay, out, starts, lengths, kv, z, last_kv,
            last_z, kept, sums, q_map, k_map)
+
+    bool are_sequences_inside() const {
+        return !starts || are_sequences(starts, lengths, batch, tokens, longest);
+    }
 
     Sequence sequence(int64_t number) const {
         if (!starts) return {number, number, 0, tokens};

@@ -20,6 +20,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "checks.h"
 #include "feature_maps.h"
 #include "lanes.h"
 #include "layout.h"
@@ -28,7 +29,7 @@
 #include "tiles.h"
 
 struct Step {
-    int64_t threads, batch, heads, groups, key_size, value_size;
+    int64_t threads, batch, states, heads, groups, key_size, value_size;
     int64_t decays;  // per token: 0, 1 or D
     int64_t normalize;
     int64_t q_map, k_map;                        // values of Map, without weights
@@ -45,8 +46,8 @@ struct Step {
     void* next_m;
     const int64_t* slots;       // row of the state of each row of the batch, -1 for none; or null
 
-    FIELDS(threads, batch, heads, groups, key_size, value_size, decays, normalize, q_map, k_map,
-           q_type, k_type, v_type, decay_type, q_row, q_head, k_row, k_head, v_row, v_head,
+    FIELDS(threads, batch, states, heads, groups, key_size, value_size, decays, normalize, q_map,
+           k_map, q_type, k_type, v_type, decay_type, q_row, q_head, k_row, k_head, v_row, v_head,
            decay_row, decay_head, kv_row, z_row, m_row, map_scale, scale, eps, q, k, v, log_decay, kv, z, out, next_kv,
            next_z, bonus, log_input, m, next_m, slots)
 };
@@ -178,8 +179,10 @@ class LinearStep : Tiles<Real>, Rows<Real> {
     }
 };
 
+// Refused if slots are not rows of the pool.
 template <class Real>
-static void step(const Step& t) {
+static int64_t step(const Step& t) {
+    if (!are_slots(t.slots, t.batch, t.states)) return REFUSED;
     const int64_t count = t.batch * t.heads;
     const bool is_small = count * t.key_size * t.value_size < 1 << 18;
     const int64_t pieces = is_small ? 1 : std::min(t.threads, count);
@@ -189,9 +192,10 @@ static void step(const Step& t) {
         for (int64_t i = piece * count / pieces; i < (piece + 1) * count / pieces; ++i)
             step.run(i / t.heads, i % t.heads);
     });
+    return ACCEPTED;
 }
 
-extern "C" void linear_step_float(const Step* task) { step<float>(*task); }
-extern "C" void linear_step_double(const Step* task) { step<double>(*task); }
+extern "C" int64_t linear_step_float(const Step* task) { return step<float>(*task); }
+extern "C" int64_t linear_step_double(const Step* task) { return step<double>(*task); }
 
 CALLED_FROM_PYTHON(feature_map_names, linear_step_float, linear_step_double)

@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attnzoo.contract.states import LinearState
-from attnzoo.errors import UnsupportedError
+from attnzoo.contract.states import LinearState, refuse_slots
 from attnzoo.ops.features.functional import FIXED
 from attnzoo.ops.linear.common import SCALED, LinearInputs, Result, StepGate, map_inputs
 from attnzoo.ops.linear.cpu.call import MAP_NAMES, map_numbers
@@ -34,7 +33,7 @@ class _Step(ctypes.Structure):
     _fields_ = [
         *cpp.fields(
             ctypes.c_int64,
-            "threads batch heads groups key_size value_size decays normalize q_map k_map "
+            "threads batch states heads groups key_size value_size decays normalize q_map k_map "
             "q_type k_type v_type decay_type "
             "q_row q_head k_row k_head v_row v_head decay_row decay_head kv_row z_row m_row",
         ),
@@ -48,7 +47,7 @@ class _Step(ctypes.Structure):
 
 LINEAR_STEP = cpp.Source(
     Path(__file__).with_name("linear_step.cpp"),
-    dict.fromkeys(STEPS.values(), Function((_Step,))) | MAP_NAMES,
+    dict.fromkeys(STEPS.values(), Function((_Step,), ctypes.c_int64)) | MAP_NAMES,
 )
 
 
@@ -75,6 +74,9 @@ def run_step_cpp(x: LinearInputs, gate: StepGate = NO_GATE) -> Result:
 
     The kernel computes the features, unless the map is learned. It overwrites ``gate.m``. With
     ``x.slots``, the state and ``gate.m`` are pools, ``[P, ...]``.
+
+    Raises:
+        UnsupportedError: A slot is no row of the pool.
     """
     if x.feature_map not in FIXED:
         with autocast_disabled(x.q.device):
@@ -91,11 +93,9 @@ def run_step_cpp(x: LinearInputs, gate: StepGate = NO_GATE) -> Result:
     in_place = x.reuse_state and kv is x.state.kv and z is x.state.k
     if not in_place:  # the next state has the strides of the one before
         kv, z = kv.contiguous(), z.contiguous()
-    if slots is not None:
-        _check_slots(slots, len(kv))
-        if not in_place:  # the kernel writes only the rows at slots
-            kv, z, in_place = kv.clone(), z.clone(), True
-    heads, size, columns = kv.shape[1:]
+    if slots is not None and not in_place:  # the kernel writes only the rows at slots
+        kv, z, in_place = kv.clone(), z.clone(), True
+    states, heads, size, columns = kv.shape
     decays, decay_type, decay_steps = 0, 0, (0, 0)
     if log_decay is not None:
         decays = size if log_decay.dim() == 4 else 1
@@ -106,7 +106,8 @@ def run_step_cpp(x: LinearInputs, gate: StepGate = NO_GATE) -> Result:
     last = (kv, z) if in_place else (torch.empty_like(kv), torch.empty_like(z))
     q_steps, k_steps, v_steps = q.stride(), k.stride(), v.stride()
     task = _Step(
-        *(torch.get_num_threads(), len(v), heads, q.shape[1] // heads, size, columns, decays),
+        *(torch.get_num_threads(), len(v), states, heads, q.shape[1] // heads, size, columns),
+        decays,
         *(x.normalize, *map_numbers(LINEAR_STEP, x.feature_map)),
         *(DTYPE_NUMBERS[q.dtype], DTYPE_NUMBERS[k.dtype], DTYPE_NUMBERS[v.dtype], decay_type),
         *(q_steps[0], q_steps[1], k_steps[0], k_steps[1], v_steps[0], v_steps[1], *decay_steps),
@@ -117,13 +118,6 @@ def run_step_cpp(x: LinearInputs, gate: StepGate = NO_GATE) -> Result:
         *(kv.data_ptr(), z.data_ptr(), out.data_ptr(), last[0].data_ptr(), last[1].data_ptr()),
         *(None if y is None else y.data_ptr() for y in (*gate, gate.m, slots)),
     )
-    getattr(cpp.load(LINEAR_STEP), STEPS[kv.dtype])(task)
+    if getattr(cpp.load(LINEAR_STEP), STEPS[kv.dtype])(task):
+        refuse_slots(slots, states)
     return out, LinearState(*last)
-
-
-def _check_slots(slots: Tensor, states: int) -> None:
-    """Raise ``UnsupportedError`` if a slot is no row of the pool, where the kernel would write."""
-    if slots.numel() and slots.max().item() >= states:
-        raise UnsupportedError(
-            f"slots must be below {states}, the states of the pool, or -1; got {slots.tolist()}."
-        )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.contract.sequences import Sequences
-from attnzoo.contract.states import LinearState, run_on_slots
+from attnzoo.contract.states import LinearState, check_slots, run_on_slots
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.linear.common import LinearInputs, Result, map_inputs
 from attnzoo.ops.linear.triton.compilers import compiler_reasons, ptxas_path
@@ -143,6 +143,8 @@ def run_step_triton(x: LinearInputs) -> Result:
     from attnzoo.ops.linear.triton.step import linear_triton_step, linear_triton_step_
 
     assert x.state is not None
+    if x.slots is not None:
+        check_slots(x.slots, x.state.kv.shape[0])
     if x.slots is not None and not all(y.is_contiguous() for y in x.state):
         return run_on_slots(x, run_step_triton)
     with autocast_disabled(x.q.device):

@@ -27,6 +27,7 @@
 #include <vector>
 
 #include "band_amx.h"
+#include "checks.h"
 #include "layout.h"
 #include "rows.h"
 #include "threads.h"
@@ -751,22 +752,38 @@ static bool uses_amx(const Task<Real>& t) {
     return sizeof(Real) == 4 && rounded && Amx::is_available();
 }
 
+// Return whether the queries and the global keys are among the keys.
+template <class Real>
+static bool are_positions(const Task<Real>& t) {
+    for (int64_t i = 0; i < t.batch * t.num_global; ++i)
+        if (t.global_is_valid[i] && (t.global_keys[i] < 0 || t.global_keys[i] >= t.keys))
+            return false;
+    return t.offset >= 0 && t.offset <= t.keys - t.queries;
+}
+
+// Refused if queries or global keys are outside of the keys.
 template <bool AMX, class Real>
-static void run(const Task<Real>& task, bool backward) {
+static int64_t run(const Task<Real>& task, bool backward) {
+    if (!are_positions(task)) return REFUSED;
     in_threads(task.batch * task.heads * task.pieces, task.threads, [&](int64_t unit) {
         Worker<Real, AMX> worker(task, unit);
         backward ? worker.backward() : worker.forward();
     });
+    return ACCEPTED;
 }
 
-static void run(const Task<float>& task, bool backward) {
-    uses_amx(task) ? run<true>(task, backward) : run<false>(task, backward);
+static int64_t run(const Task<float>& task, bool backward) {
+    return uses_amx(task) ? run<true>(task, backward) : run<false>(task, backward);
 }
 
-extern "C" void band_forward_float(const Task<float>* task) { run(*task, false); }
-extern "C" void band_backward_float(const Task<float>* task) { run(*task, true); }
-extern "C" void band_forward_double(const Task<double>* task) { run<false>(*task, false); }
-extern "C" void band_backward_double(const Task<double>* task) { run<false>(*task, true); }
+extern "C" int64_t band_forward_float(const Task<float>* task) { return run(*task, false); }
+extern "C" int64_t band_backward_float(const Task<float>* task) { return run(*task, true); }
+extern "C" int64_t band_forward_double(const Task<double>* task) {
+    return run<false>(*task, false);
+}
+extern "C" int64_t band_backward_double(const Task<double>* task) {
+    return run<false>(*task, true);
+}
 
 CALLED_FROM_PYTHON(band_uses_amx, band_forward_float, band_backward_float, band_forward_double,
                    band_backward_double)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnzoo.errors import UnsupportedError, short_repr
 from attnzoo.ops.window.blockwise_cpu import LocalOptions
 from attnzoo.runtime import cpp
 from attnzoo.runtime.autocast import autocast_disabled
@@ -57,7 +58,7 @@ class _Task(ctypes.Structure):
 BAND = cpp.Source(
     Path(__file__).with_name("band.cpp"),
     {
-        f"band_{direction}_{name}": Function((_Task,))
+        f"band_{direction}_{name}": Function((_Task,), ctypes.c_int64)
         for direction in ("forward", "backward")
         for name in TYPE_NAMES.values()
     }
@@ -150,8 +151,9 @@ class _Arguments:
         self.widths = q.shape[3] + -q.shape[3] % LANES, v.shape[3] + -v.shape[3] % LANES
         self.q, self.k, self.v = map(with_contiguous_rows, (q, k, v))
         key_mask, ids, global_keys, valid = masks
-        if ids is not None:
-            ids = ids.to(torch.int64)
+        ids, global_keys = (
+            x if x is None else x.to(torch.int64).contiguous() for x in (ids, global_keys)
+        )
         self.masks = ids, key_mask, global_keys, valid
         sums, totals, logit, only_heads = outside
         if sums is not None and totals is not None and logit is not None:
@@ -193,9 +195,19 @@ class _Arguments:
             self.task.far_steps = _steps(sums)
 
     def run(self, direction: str) -> None:
-        """Call the kernel of a direction."""
+        """Call the kernel of a direction.
+
+        Raises:
+            UnsupportedError: Positions are outside of the keys.
+        """
         function = getattr(cpp.load(BAND), f"band_{direction}_{TYPE_NAMES[self.dtype]}")
-        function(self.task)
+        if function(self.task):
+            task = self.task
+            raise UnsupportedError(
+                f"queries and global keys must be among the {task.keys} keys; got {task.queries} "
+                f"queries from position {task.offset} on, and global keys at "
+                f"{[] if self.masks[2] is None else short_repr(self.masks[2].tolist())}."
+            )
 
 
 @torch.library.custom_op("attnzoo::band_softmax_cpp", mutates_args=())

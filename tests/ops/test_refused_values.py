@@ -1,0 +1,133 @@
+"""Values of slots, sequences and positions that would become addresses outside of the tensors.
+
+The calls are those of ``attnzoo doctor`` and ``python -m tools.sanitize``.
+"""
+
+import pytest
+import torch
+
+from attnzoo.backends.parts.convolution import ShortConvolution
+from attnzoo.backends.parts.positions import count_tokens
+from attnzoo.contract.inputs import AttentionInputs
+from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.sequences import Sequences
+from attnzoo.contract.states import CountedLinearState
+from attnzoo.errors import UnsupportedError
+from attnzoo.evaluation.check_cpp import OPS, SEQUENCES, SLOTS, bad_sequences, bad_slots
+from attnzoo.ops import matrix_gated_attention
+from attnzoo.ops.block_sparse.cpu import block_sparse
+from attnzoo.ops.block_sparse.gather import SparseTensors
+from attnzoo.ops.block_sparse.options import SparseOptions
+from attnzoo.ops.block_sparse.selection import NO_BLOCK
+from attnzoo.ops.window.causal_window import causal_window_attention
+
+
+def message_of(call):
+    with pytest.raises(UnsupportedError) as refused:
+        call()
+    return str(refused.value)
+
+
+def of_matrix_gate(q, k, v, gates, *, reuse_state=False, **options):
+    def log_decay(take):
+        return -take(gates, 2)[..., None, None].expand(-1, -1, -1, k.shape[3], v.shape[3])
+
+    return matrix_gated_attention(q, k, v, log_decay=log_decay, **options)
+
+
+def impls(op, calls):
+    """Return the implementations that a kind of calls of an op has."""
+    if op == "matrix":
+        return ["torch", "reference"]
+    if op in ("mlstm", "rwkv6") and calls is bad_sequences:
+        return ["auto", "torch"]
+    return ["cpp", "torch"] + ["reference"] * (calls is bad_sequences)
+
+
+def rows(batch, tokens):
+    """Return q, k and v, and gates."""
+    return *torch.rand(3, batch, 2, tokens, 16), torch.rand(batch, 2, tokens)
+
+
+@pytest.mark.parametrize("op", [*OPS, "matrix"])
+@pytest.mark.parametrize("calls", [bad_slots, bad_sequences])
+def test_all_implementations_refuse_with_the_same_words(op, calls, monkeypatch):
+    monkeypatch.setitem(OPS, "matrix", of_matrix_gate)
+    first, *others = ([message_of(x) for _, x in calls(op, impl)] for impl in impls(op, calls))
+    assert all(messages == first for messages in others)
+    if calls is bad_slots:
+        for message, slots in zip(first, SLOTS, strict=True):
+            at, slot = next((i, x) for i, x in enumerate(slots) if not -1 <= x < 4)
+            assert message.startswith("slots must be below 4, the states of the pool, or -1")
+            assert message.endswith(f"slot {at} is {slot}.")
+        return
+    assert len(first) == len(SEQUENCES)
+    for message in first:
+        assert message.startswith("sequences must follow one another within the 64 tokens of the")
+    assert "sequence 1 has 33 tokens from 32 on, after one that ends at 32" in first[0]
+
+
+@pytest.mark.parametrize("impl", ["cpp", "torch"])
+@pytest.mark.parametrize("op", OPS)
+def test_a_refused_step_leaves_the_pool_as_it_was(op, impl):
+    state = OPS[op](*rows(4, 3), return_state=True).state
+    before = [x.clone() for x in state]
+    options = {"state": state, "impl": impl, "return_state": True, "reuse_state": True}
+    with torch.no_grad(), pytest.raises(UnsupportedError, match="slots"):
+        OPS[op](*rows(2, 1), slots=torch.tensor([0, 4]), **options)
+    assert all(map(torch.equal, state, before))
+
+
+@pytest.mark.parametrize("field", ["starts", "lengths"])
+def test_starts_and_lengths_are_int64(field):
+    """The kernels would read int32 numbers as int64."""
+    tables = {"starts": torch.tensor([0, 32]), "lengths": torch.tensor([32, 32])}
+    x = tables[field]
+    for wrong in (x.int(), x.float(), x[:1], x[None]):
+        sequences = Sequences(**{**tables, field: wrong}, longest=32)
+        for attend in OPS.values():
+            with pytest.raises(UnsupportedError, match=r"sequences.lengths must be \[S\] int64"):
+                attend(*rows(1, 64), sequences=sequences)
+
+
+def test_sequences_of_a_row_that_is_too_short():
+    """They are checked once for the shortest row."""
+    sequences = Sequences(torch.tensor([1, 5, 5, 9]), torch.tensor([4, 0, 3, 2]), 4)
+    for tokens in (11, 20):
+        assert sequences.index(tokens).shape == (tokens,)
+    for read in (
+        sequences.index,
+        sequences.positions,
+        lambda n: sequences.to_rows(torch.rand(1, 1, n, 2)),
+    ):
+        with pytest.raises(UnsupportedError, match="within the 10 tokens of the row"):
+            read(10)
+
+
+def test_what_reads_states_beside_the_ops_refuses_slots_too():
+    x = torch.rand(2, 2, 1, 16)
+    mask = AttentionMask(causal=True)
+    inputs = AttentionInputs(x, x, x, mask, 0.3, slots=torch.tensor([1, 4]))
+    convolution = ShortConvolution(96, 3)
+    convolution.reset_parameters()
+    message = "slots must be below 4"
+    with pytest.raises(UnsupportedError, match=message):
+        convolution(inputs, torch.rand(4, 2, 96))
+    with pytest.raises(UnsupportedError, match=message):
+        count_tokens(inputs._replace(state=CountedLinearState(x, x, torch.tensor([3, 1, 0, 2]))))
+    window = causal_window_attention(
+        *torch.rand(3, 4, 2, 3, 16), window=5, scale=0.3, return_state=True
+    )[2]
+    with pytest.raises(UnsupportedError, match=message):
+        causal_window_attention(x, x, x, window=5, scale=0.3, state=window, slots=inputs.slots)
+
+
+@pytest.mark.parametrize("block", [-1, -(2**31), 5, 2**29, 2**31 - 1])
+def test_selected_blocks_outside_of_the_keys_have_no_keys(block):
+    q, k, v = torch.randn(3, 1, 2, 40, 16)
+    options = SparseOptions(True, 4, 1, 2, 8, 8)
+    selected = torch.full((1, 2, 6, 2), NO_BLOCK, dtype=torch.int32)
+    expected = block_sparse.forward(SparseTensors(q, k, v, selected, None, None, 0.25, options))
+    wrong = torch.full_like(selected, block)
+    found = block_sparse.forward(SparseTensors(q, k, v, wrong, None, None, 0.25, options))
+    assert all(map(torch.equal, found, expected))
