@@ -59,7 +59,8 @@ class BlockSparseConfig(BackendConfig):
         index_head_dim: Size of the indexer's queries and keys, a multiple of 4.
         decoding: ``"sparse"``: a new token reads the selected blocks, as in one pass, and the
             cache has a summary of each block. ``"exact"``: a single new token attends to all
-            cached keys; not with an indexer.
+            cached keys; not with an indexer, nor under assisted decoding. A prompt in chunks
+            (``prefill_chunk_size``) should not end with a chunk of one token, which counts as new.
     """
 
     ops: ClassVar[tuple[str, ...]] = ("block_sparse_attention", "block_sparse_step")

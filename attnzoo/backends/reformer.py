@@ -42,8 +42,9 @@ class ReformerConfig(BackendConfig):
             keys on each side. Form ``"asymmetric"`` only, like ``first_tokens``.
         first_tokens: Number of leading keys that every query attends to; many heads need them.
         decoding: ``"exact"``: a single new token attends to all cached keys, which is faster than
-            hashing all keys again and closer to softmax than one pass. ``"hashed"``: it attends to
-            the same keys as in one pass.
+            hashing all keys again and closer to softmax than one pass; not under assisted decoding.
+            A prompt in chunks (``prefill_chunk_size``) should not end with a chunk of one token,
+            which counts as new. ``"hashed"``: it attends to the same keys as in one pass.
         redraw: Training calls after which hashes are drawn again. ``None`` means never.
         seed: Seed of the hashes, together with the layer's index.
     """

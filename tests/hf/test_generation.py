@@ -8,6 +8,7 @@ import transformers as hf
 from torch.testing import assert_close
 
 import attnzoo
+from attnzoo.errors import UnsupportedError
 from attnzoo.hf.cache.state_layer import StateLayer, StaticStateLayer
 from attnzoo.hf.seam import cache_argument, output_cache
 from tests.helpers import add_noise
@@ -154,6 +155,15 @@ def test_assisted_decoding_equals_greedy(model, llama, redraw, ids):
     plain = generate(model, ids[:1], max_new_tokens=12)
     helped = generate(model, ids[:1], max_new_tokens=12, assistant_model=assistant)
     assert torch.equal(helped, plain)
+
+
+@pytest.mark.parametrize("name", ["block_sparse", "reformer"])
+def test_assisted_decoding_with_exact_steps_is_refused(name, llama, ids):
+    """Several candidates in one call are no single new token, which attends to all keys."""
+    model = attnzoo.swap(llama(), name, decoding="exact")
+    generate(model, ids[:1])
+    with pytest.raises(UnsupportedError, match="decoding='exact'.*prompt_lookup_num_tokens"):
+        generate(model, ids[:1], prompt_lookup_num_tokens=3)
 
 
 @pytest.mark.parametrize("beams", [1, 2])

@@ -128,8 +128,24 @@ class LayerHook(ForwardArguments):
             cache = self.cache(args, kwargs)
             if cache is not None:
                 layer = state_layer(cache, cache_index(module, backend), backend)
+        elif backend.capabilities.exact_steps and not cross:
+            _refuse_candidates(backend, self.cache(args, kwargs))
         mask = self.get(seam.ATTENTION_MASK, args, kwargs)
         module._attnzoo_arguments.value = LayerArguments(hidden, layer, cross, mask)
+
+
+def _refuse_candidates(backend: AttentionBackend, cache: Any) -> None:
+    """Raise for assisted decoding, whose candidates are several new tokens in one call.
+
+    Greedy tokens would differ from those without an assistant.
+    """
+    if cache is not None and seam.is_recording(getattr(cache, "self_attention_cache", cache)):
+        raise UnsupportedError(
+            f"{backend.geometry.name}: backend {backend.name!r} with decoding='exact' attends to "
+            "all keys for a single new token only, and assisted decoding passes several at once; "
+            "set another value of decoding, or leave out the assistant and "
+            "prompt_lookup_num_tokens"
+        )
 
 
 def add_hook(module: nn.Module) -> RemovableHandle:
