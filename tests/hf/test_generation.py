@@ -162,7 +162,7 @@ def test_assisted_decoding_with_exact_steps_is_refused(name, llama, ids):
     """Several candidates in one call are no single new token, which attends to all keys."""
     model = attnzoo.swap(llama(), name, decoding="exact")
     generate(model, ids[:1])
-    with pytest.raises(UnsupportedError, match="decoding='exact'.*prompt_lookup_num_tokens"):
+    with pytest.raises(UnsupportedError, match=r"decoding='exact'.*prompt_lookup_num_tokens"):
         generate(model, ids[:1], prompt_lookup_num_tokens=3)
 
 
