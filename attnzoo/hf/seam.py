@@ -7,6 +7,7 @@ release of transformers" in CONTRIBUTING.md. The methods that attnzoo replaces a
 
 from __future__ import annotations
 
+import dis
 import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -55,6 +56,7 @@ __all__ = [
     "calls_attention_interface",
     "can_set_implementation",
     "causal_mask_function",
+    "counts_positions",
     "document_masks",
     "family_uses_interface",
     "granite_normalizes_groups",
@@ -98,6 +100,9 @@ SLICES_QUERIES = "_maybe_slice_kv_shared_inputs"  # method of models, by `logits
 MERGED_MASK = "merged_attention_mask"  # of modules that attend to both sequences in one call
 BLOCK_STATES = "block_states"  # of modules that attend to earlier layers, at each token apart
 
+# What models read that make positions from the mask, or from images
+OWN_POSITIONS = frozenset({"cumsum", "get_rope_index", "compute_3d_position_ids"})
+FIRST_POSITION = {"paligemma": 1}  # where it is not 0
 # The name under which models take and return a cache
 CACHE_ARGUMENT = next(x for x in CACHE if x in inspect.signature(create_causal_mask).parameters)
 
@@ -277,6 +282,29 @@ def may_compute_last_tokens(model: nn.Module, module: nn.Module) -> bool:
     """
     shares_keys = any(getattr(module, name, False) is True for name in SHARES_KEYS)
     return shares_keys and any(hasattr(type(part), SLICES_QUERIES) for part in model.modules())
+
+
+def counts_positions(model: nn.Module) -> bool:
+    """Return whether a model counts rotary positions from the start of a row if none are given.
+
+    True also for a model that leaves this to a part of it, to which it passes a mask that it makes.
+    """
+    code = _forward_code(model)
+    if code is None or not OWN_POSITIONS.isdisjoint(code.co_names):
+        return False
+    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    if not {"position_ids", *ATTENTION_MASK} <= set(arguments):
+        return False
+    stored = (x.argval for x in dis.get_instructions(code) if x.opname.startswith("STORE"))
+    counts = "arange" in code.co_names and any("position_ids" in _names(x) for x in stored)
+    makes_mask = any(x.startswith("create_") and "mask" in x for x in code.co_names)
+    is_rotary = any(name.endswith("inv_freq") for name, _ in model.named_buffers())
+    return is_rotary and (counts or makes_mask)
+
+
+def _names(argument: Any) -> tuple[Any, ...]:
+    """Return the names that an instruction stores; newer Python joins two instructions."""
+    return argument if isinstance(argument, tuple) else (argument,)
 
 
 def attends_to_both_sequences(module: nn.Module) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.contract.backend import AttentionBackend
+from attnzoo.hf import seam
 from attnzoo.hf.seam import cache_argument, output_cache
 from attnzoo.testing.trial import Broken, ConformanceError
 
@@ -36,8 +37,8 @@ def check_generation(
     """Check that generation with a cache equals one pass without a cache.
 
     Draws prompts and compares logits of greedy generation with left padding, of each prompt without
-    the other prompts, of a prompt that is split at every position into two calls, and the scores of
-    beam search::
+    the other prompts, of a prompt that is split at every position into two calls, of padded rows
+    with and without ``position_ids``, and the scores of beam search::
 
         def test_generation():
             check_generation(tiny_llama(), AttentionSpec("my_backend", window=16))
@@ -79,6 +80,7 @@ def check_generation(
             _check_greedy(model, prompts, steps)
             _check_single_prompts(model, prompts, steps)
             _check_split_prompts(model, prompts)
+            _check_without_positions(model, prompts)
             _check_beams(model, prompts, beams)
     except Broken as error:
         raise ConformanceError("generation", f"generation differs from one pass: {error}") from None
@@ -146,6 +148,16 @@ def _check_split_prompts(model: Any, prompts: _Prompts) -> None:
         )
         ours = torch.cat([first.logits, rest.logits], 1)
         _compare(f"a prompt split after token {cut}", ours[mask.bool()], expected[mask.bool()])
+
+
+def _check_without_positions(model: Any, prompts: _Prompts) -> None:
+    """Compare rows with padding for which no positions are given; learned ones may differ."""
+    if not any(map(seam.counts_positions, seam.pretrained_models(model))):
+        return
+    ids, mask = prompts.ids, prompts.mask
+    ours = model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
+    expected = _one_pass(model, ids, mask).logits[mask.bool()]
+    _compare("left padding without position_ids", ours, expected)
 
 
 def _check_beams(model: Any, prompts: _Prompts, beams: int) -> None:

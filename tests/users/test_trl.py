@@ -120,6 +120,26 @@ def make_trainer(trl, tokenizer, tmp_path):
     return make
 
 
+@pytest.mark.parametrize("backend", ["flash", "linear"])
+def test_log_probabilities_do_not_depend_on_the_padding_of_prompts(
+    make_trainer, tokenizer, backend
+):
+    """The trainer's own function, which passes no positions, on prompts with left padding."""
+    model = tiny(tokenizer, backend)
+    trainer = make_trainer("GRPO", model, "memory", False, num_generations=2)
+    model = trainer.model.eval()
+    ids = torch.randint(3, 90, (2, 13), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    log_probs = trainer._get_per_token_logps_and_entropies
+    with torch.no_grad():
+        for x in model.parameters():
+            x.mul_(8 if x.ndim > 1 else 1)
+        found = log_probs(model, ids, mask, 4)[0][1]
+        alone = log_probs(model, ids[1:, 5:], mask[1:, 5:], 4)[0][0]
+    assert_close(found, alone, atol=1e-4, rtol=1e-4)
+
+
 def train(trainer: Any, backend: str) -> None:
     """Train, and check that the swap is in place and that every trained tensor changed."""
     backends = [layer_backend(layer.module) for layer in attention_layers(trainer.model)]

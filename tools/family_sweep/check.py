@@ -130,6 +130,9 @@ def rules(probe: Probe) -> Iterator[tuple[str, Callable[[], bool]]]:
         if side in variants:
             where = side.split()[0]
             yield side, partial(_ignores_padding, probe, where)
+    one_input = len(case.words) == 1 and case.words == tuple(case.given)
+    if one_input and "left padding" in variants:
+        yield "left padding alone", lambda: _near(probe.padded("left"), probe.alone())
     if "decoding" in variants:
         yield "decoding", lambda: _near(probe.decoded(), [probe.plain()[0]])
         if isinstance(probe.module, GenerationMixin):

@@ -7,10 +7,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from attnzoo.hf import seam
 from attnzoo.hf.seam import cache_argument, output_cache
-from tools.family_sweep.inputs import LENGTH, ROWS, ModelCall, padding, parameters, words
+from tools.family_sweep.inputs import (
+    LENGTH,
+    ROW_LENGTHS,
+    ROWS,
+    ModelCall,
+    padding,
+    parameters,
+    words,
+)
 from tools.family_sweep.recipes import JOINT_MASKS
 
 CUTS = (7, 8, 9, 12)  # ends of the prompt and of the decoding calls after it
@@ -122,6 +131,20 @@ class Probe:
         if not kept:
             raise LookupError("no output has a row per token")
         return [x * padding_mask.view(*padding_mask.shape, *[1] * (x.ndim - 2)) for x in kept]
+
+    def alone(self) -> list[Tensor]:
+        """Return the outputs of each row of :meth:`padded` without the others, where they were."""
+        (name,) = self.case.words
+        rows = []
+        for row, length in enumerate(ROW_LENGTHS):
+            given = {**self.case.given, name: self.case.given[name][row : row + 1, -length:]}
+            output = tensors(self.call(given, **self._no_cache()))
+            rows.append([x for x in output if x.ndim > 2 and x.shape[:2] == (1, length)])
+        places = [(0, 0) * (x.ndim - 2) for x in rows[0]]
+        return [
+            torch.cat([pad(x, (*at, LENGTH - x.shape[1], 0)) for x in column])
+            for at, column in zip(places, zip(*rows, strict=True), strict=True)
+        ]
 
     def packed(self) -> list[Tensor]:
         """Return the outputs of two sequences packed in one row, separated by their positions."""

@@ -19,7 +19,8 @@ from attnzoo.contract.validation import DTYPES
 from attnzoo.errors import SpecError, UnsupportedError
 from attnzoo.hf import seam
 from attnzoo.hf.attention.call import add_hook, layer_backend
-from attnzoo.hf.configs import read_field
+from attnzoo.hf.attention.left_padding import add_position_hooks, remove_position_hooks
+from attnzoo.hf.configs import has_field, read_field
 from attnzoo.hf.layers import AttentionLayer, attention_layers, has_image_mask
 from attnzoo.hf.names import IN_SWAPPED, NAME, REQUESTED
 from attnzoo.hf.release_check import require_working_release
@@ -212,6 +213,7 @@ def detach(model: nn.Module) -> None:
             vars(module).pop("_attnzoo_hook").remove()
             vars(module).pop("_attnzoo_arguments", None)
             del module.attnzoo
+    remove_position_hooks(model)
 
 
 def config_spec(model: PreTrainedModel) -> Any:
@@ -234,6 +236,8 @@ def attach_when_built(model: PreTrainedModel) -> None:
     data = read_field(model.config, NAME)
     implementation = model.config._attn_implementation
     if data is None and implementation != NAME:
+        if any(has_field(inner, NAME) for inner in seam.sub_configs(model.config).values()):
+            add_position_hooks(model)  # for a submodel with a swap of its own
         return
     require_working_release()
     enclosing = _enclosing_model(model)
@@ -258,6 +262,7 @@ def attach_when_built(model: PreTrainedModel) -> None:
         backends = build_backends(model, rest, spec)
         warn_of_image_masks(model, rest, backends)
         attach(rest, backends)
+        add_position_hooks(model)
         _ignore_when_missing(model, backends)
     if implementation == NAME:
         write_config(model.config, spec)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from attnzoo.contract.backend import AttentionBackend
 from attnzoo.errors import SpecError, did_you_mean
 from attnzoo.hf import seam
+from attnzoo.hf.attention.left_padding import add_position_hooks
 from attnzoo.hf.layers import AttentionLayer, attention_layers, unwrap_model
 from attnzoo.hf.models.speed_up import remove_speed_up
 from attnzoo.hf.names import IN_SWAPPED, NAME
@@ -100,6 +101,7 @@ def swap(
     with unchanged_on_error(target):
         for submodel, spec, layers, backends in swaps:
             _install(submodel, spec, layers, backends)
+        add_position_hooks(target)
     return model
 
 

@@ -1,0 +1,186 @@
+"""Rows with padding on the left and no positions: equal to the row alone, as softmax is."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+from torch.testing import assert_close
+
+import attnzoo
+from attnzoo.backends.feature_maps.base import FEATURE_MAPS
+from attnzoo.backends.gates.base import GATES
+from attnzoo.hf import seam
+from attnzoo.hf.attention.left_padding import PositionHook
+from attnzoo.registry import available_backends
+from tests.helpers import MODEL_SIZES, redrawn, tiny_llama, tiny_llama_config
+
+PADDING = 5
+OPTIONS: dict[str, dict[str, Any]] = {
+    "block_sparse": {"block_size": 2, "top_k": 1, "window": 3, "num_sinks": 1},
+    "flash": {"window": 4, "num_sinks": 1},
+    "linformer": {"block": 4, "num_rows": 2},
+    "longformer": {"window": 4, "num_global": 1},
+    "reformer": {"num_hashes": 2, "chunk_size": 4},
+}
+SIGNED = ("identity", "learned_linear")  # sums of their features may be 0
+SWAPS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, OPTIONS.get(name, {})) for name in available_backends()},
+    **{
+        f"map {name}": ("linear", {"feature_map": name, "normalize": name not in SIGNED})
+        for name in sorted(FEATURE_MAPS)
+    },
+    **{f"gate {name}": ("gated_linear", {"gate": name}) for name in sorted(GATES)},
+    "window": ("linear", {"window": 3}),
+    "convolution": ("delta", {"short_convolution": 3, "window": 3}),
+    "maximum of keys": ("block_sparse", {**OPTIONS["block_sparse"], "score": "bounds"}),
+}
+
+
+@pytest.fixture(scope="module")
+def rows() -> tuple[Tensor, Tensor]:
+    """Tokens and their mask; the second row has padding."""
+    ids = torch.randint(3, 99, (2, 14), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    mask[1, :PADDING] = 0
+    return ids, mask
+
+
+def randomised(model: Any) -> Any:
+    """Change the initial values of what backends added."""
+    generator = torch.Generator().manual_seed(7)
+    for name, x in model.named_parameters():
+        if ".attnzoo." in name:
+            x.data += 0.3 * torch.randn(x.shape, generator=generator)
+    return model
+
+
+@pytest.mark.parametrize("name", SWAPS)
+def test_a_padded_row_equals_the_row_alone(name, rows):
+    backend, options = SWAPS[name]
+    model = randomised(attnzoo.swap(tiny_llama(rope_theta=500.0), backend, **options))
+    classifier = redrawn(hf.LlamaForSequenceClassification(tiny_llama_config(num_labels=3)))
+    randomised(attnzoo.swap(classifier, backend, **options))
+    ids, mask = rows
+    with torch.no_grad():
+        found = model(ids, attention_mask=mask, use_cache=False).logits[1, PADDING:]
+        alone = model(ids[1:, PADDING:], use_cache=False).logits[0]
+        assert_close(found, alone, atol=2e-4, rtol=2e-4)
+        labels = classifier(ids, attention_mask=mask, use_cache=False).logits[1]
+        assert_close(labels, classifier(ids[1:, PADDING:]).logits[0], atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("cut", [3, 9])
+@pytest.mark.parametrize("backend", ["linear", "block_sparse", "flash"])
+@pytest.mark.parametrize("static", [False, True])
+def test_positions_continue_after_a_cache(backend, cut, static, rows):
+    """Prompts in two calls and one decoded token, the first cut within the padding."""
+    ids, mask = rows
+    model = attnzoo.swap(tiny_llama(), {"backend": backend, "else": "flash"})
+    config = model.config
+    cache = hf.StaticCache(config, 20) if static else hf.DynamicCache(config=config)
+    found = []
+    with torch.no_grad():
+        whole = model(ids, attention_mask=mask, use_cache=False).logits
+        for begin, end in ((0, cut), (cut, 13), (13, 14)):
+            given = {"attention_mask": mask[:, :end], **seam.cache_argument(cache)}
+            found.append(model(ids[:, begin:end], **given).logits)
+    real = mask.bool()
+    assert_close(torch.cat(found, 1)[real], whole[real], atol=2e-4, rtol=2e-4)
+
+
+def test_holes_keep_their_distances(rows):
+    """Only padding on the left moves positions: softmax counts holes, and keeps its numbers."""
+    ids, mask = rows
+    mask = mask.clone()
+    mask[:, 8:10] = 0
+    model, seen = tiny_llama(), []
+    model.model.rotary_emb.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs.get("position_ids", args[-1])), with_kwargs=True
+    )
+    attnzoo.swap(model, "linear", layers={"0": "softmax"})
+    model(ids, attention_mask=mask)
+    assert seen[0].tolist() == [list(range(14)), [0] * PADDING + list(range(9))]
+
+
+def gpt2() -> Any:
+    sizes = {"vocab_size": 99, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes))
+
+
+def opt() -> Any:
+    sizes = {"word_embed_proj_dim": 32, "ffn_dim": 48, "max_position_embeddings": 64}
+    return hf.OPTForCausalLM(hf.OPTConfig(**MODEL_SIZES, **sizes))
+
+
+def qwen2_vl() -> Any:
+    text = {**MODEL_SIZES, "num_key_value_heads": 2, "rope_theta": 500.0}
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 500.0}
+    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2}
+    config = hf.Qwen2VLConfig(
+        text_config={**text, "rope_parameters": rope}, vision_config=vision, image_token_id=98
+    )
+    return hf.Qwen2VLForConditionalGeneration(config)
+
+
+def paligemma() -> Any:
+    text = {**MODEL_SIZES, "model_type": "gemma", "num_key_value_heads": 2, "head_dim": 8}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    vision |= {"vision_use_head": False, "projection_dim": 32, "model_type": "siglip_vision_model"}
+    config = hf.PaliGemmaConfig(text_config=text, vision_config=vision, image_token_index=98)
+    return hf.PaliGemmaForConditionalGeneration(config)
+
+
+@pytest.mark.filterwarnings("ignore:.*images will be refused")
+@pytest.mark.parametrize(("build", "moves"), [(gpt2, False), (opt, False), (paligemma, True)])
+def test_softmax_keeps_the_numbers_of_the_family(build, moves, rows):
+    """Learned positions are counted as the family counts them; rotary ones move together."""
+    ids, mask = rows
+    model = redrawn(build())
+    with torch.no_grad():
+        stock = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        target = model.model.language_model if moves else model
+        attnzoo.swap(target, "softmax", layers={"1": "linear"})
+        attnzoo.swap(model, {"text_config": "softmax"} if moves else "softmax")
+        found = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    assert_close(found[mask.bool()], stock[mask.bool()], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*images will be refused")
+@pytest.mark.parametrize("build", [qwen2_vl, paligemma])
+def test_texts_of_models_with_images(build, rows, tmp_path):
+    """Their outer model counts positions, or passes none; both after loading."""
+    ids, mask = rows
+    model = redrawn(build())
+    attnzoo.swap(model, {"text_config": "linear"})
+    model.save_pretrained(tmp_path)
+    for swapped in (model, type(model).from_pretrained(tmp_path)):
+        with torch.no_grad():
+            found = swapped(input_ids=ids, attention_mask=mask, use_cache=False).logits
+            alone = swapped(input_ids=ids[1:, PADDING:], use_cache=False).logits
+        assert_close(found[1, PADDING:], alone[0], atol=2e-4, rtol=2e-4)
+
+
+def test_given_positions_stay(rows):
+    """Those of M-RoPE have three or four rows."""
+    ids, mask = rows
+    model = attnzoo.swap(redrawn(qwen2_vl()).model.language_model, "linear")
+    hook = next(x for x in model._forward_pre_hooks.values() if isinstance(x, PositionHook))
+    positions = torch.arange(14).expand(3, 2, -1)
+    given = {"input_ids": ids, "attention_mask": mask}
+    assert hook(model, (), {**given, "position_ids": positions}) is None
+    assert hook(model, (), {**given, "attention_mask": None}) is None
+    _, new = hook(model, (), given)
+    assert new["position_ids"][1].tolist() == [0] * PADDING + list(range(9))
+    model.set_attn_implementation("sdpa")
+    assert hook(model, (), given) is None
+
+
+def test_restored_models_count_as_before(rows):
+    model = attnzoo.swap(tiny_llama(), "linear")
+    attnzoo.restore(model)
+    assert not model.model._forward_pre_hooks
+    attnzoo.swap(model, "flash")
+    assert not model.model._forward_pre_hooks, "softmax needs no other positions"
