@@ -99,7 +99,7 @@ class Evaluation:
         """Return the losses on plain rows and on copies, and the attended keys per query."""
         found = measure_quality(model, self.batch)
         assert found.recall_bits_per_byte is not None
-        keys = attended_keys(model, self.batch.tokens[:4])
+        keys = attended_keys(model, self.batch.rows.tokens[:4])
         return [found.bits_per_byte, found.recall_bits_per_byte], keys
 
     def show(self, name: str, options: dict[str, Any], model: Any) -> None:

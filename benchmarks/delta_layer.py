@@ -23,6 +23,7 @@ from attnzoo.contract.inputs import AttentionInputs
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.evaluation.corpus import add_repeats
 from attnzoo.evaluation.models import embedded_model_path
+from attnzoo.evaluation.rows import Rows
 from attnzoo.registry import build_backend
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.calibrate import new_calibration, set_gates
@@ -83,9 +84,9 @@ def record(number: int) -> tuple[list[Batch], list[Batch], Any]:
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))
     rows = order[: BATCH * TRAIN]
     tokens, positions = train.tokens[rows], train.positions[rows]
-    judged = held_out.tokens[: BATCH * HELD_OUT].clone()
-    repeats = add_repeats(judged, torch.Generator().manual_seed(0))
-    places = torch.arange(judged.shape[1]).expand_as(judged)
+    judged, places = (x[: BATCH * HELD_OUT].clone() for x in (held_out.tokens, held_out.positions))
+    copied = Rows(tokens=judged, positions=places, bytes_per_token=1.0)
+    repeats = add_repeats(copied, torch.Generator().manual_seed(0))
     second = torch.zeros_like(judged, dtype=torch.bool)
     for row, repeat in zip(second, repeats, strict=True):
         if repeat is not None:

@@ -22,7 +22,7 @@ import typer
 from torch import Tensor
 
 from attnzoo.commands.spec_options import spec_of
-from attnzoo.evaluation.data import read_text, string_tokenizer
+from attnzoo.evaluation.data import StringTokenizer, read_text
 from attnzoo.evaluation.generation import correct_tokens
 from attnzoo.evaluation.models import EMBEDDED_LONG, load_swapped, model_path
 from attnzoo.evaluation.recall_rows import Needles
@@ -57,14 +57,14 @@ def main(
 ) -> None:
     """Print a JSON line per attention."""
     path = model_path(model)
-    encode = string_tokenizer(path)
+    encode = StringTokenizer(path)
     tokens, needles = encode(read_text(None)), Needles(encode, rows)
     first = None
     for name in attention:
         swapped = load_swapped(path, read_attention(name))
         numbers, digits, found = {}, {}, []
         for length in distance or DISTANCES:
-            prompts = needles.rows(tokens, length, torch.Generator().manual_seed(0))
+            prompts = needles.rows([tokens], length, torch.Generator().manual_seed(0))
             size = needles.answer_tokens
             parts = [correct_tokens(swapped, x, size) for x in prompts.split(BATCH)]
             right = torch.cat([x for x in parts if x is not None])

@@ -36,7 +36,7 @@ def main() -> None:
     path = embedded_model_path()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     numbers = range(model.config.num_hidden_layers)
-    tokens = held_out(path, LENGTH).tokens[:ROWS]
+    tokens = held_out(path, LENGTH).rows.tokens[:ROWS]
     measured = measure_layers(model, numbers, tokens)
     layers = {n: starting_layer(model, n) for n in numbers}
     for name, change in VARIANTS.items():

@@ -29,8 +29,9 @@ def main(
     """Measure every choice; the other layers have a window of 32."""
     path = embedded_model_path()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    tokens = make_eval_batch(path, None, rows=rows, row_length=512, stream_length=8).repeat_tokens
-    planner = Planner(model, tokens, {"window": AttentionSpec("flash", window=32)})
+    batch = make_eval_batch(path, None, rows=rows, row_length=512, stream_length=8)
+    assert batch.repeated is not None
+    planner = Planner(model, batch.repeated, {"window": AttentionSpec("flash", window=32)})
     measures = planner.measure()
     lines = []
     for kept in range(1, len(planner.numbers)):

@@ -20,7 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from attnzoo.evaluation.corpus import byte_tokens, cut_rows, held_out_files, join
 from attnzoo.evaluation.models import embedded_model_path
-from attnzoo.evaluation.quality import token_losses
+from attnzoo.evaluation.quality import losses_of
+from attnzoo.evaluation.rows import predictions
 
 BUCKETS = (0, 256, 512, 1024, 2048, 4096)
 
@@ -32,7 +33,7 @@ def main(
     """Print bits per byte by position, for the model as it is and extended by every method."""
     torch.set_num_threads(threads)
     text = byte_tokens(join(held_out_files()))
-    tokens = cut_rows(text, rows, BUCKETS[-1], torch.Generator().manual_seed(0))
+    chosen = cut_rows([text], rows, BUCKETS[-1], torch.Generator().manual_seed(0))
     table = Table("positions", *(f"to {end}" for end in BUCKETS[1:]))
     for method in (None, "linear", "dynamic", "yarn"):
         config = AutoConfig.from_pretrained(embedded_model_path())
@@ -47,7 +48,8 @@ def main(
         model = AutoModelForCausalLM.from_pretrained(
             embedded_model_path(), config=config, dtype=torch.float32
         )
-        losses = torch.cat([token_losses(model.eval(), row[None]) for row in tokens])
+        predicted = predictions(model.eval(), chosen, 1)
+        losses = torch.cat([losses_of(row, logits)[:, 1:] for row, logits in predicted])
         bits = [
             float(losses[:, start:end].mean()) / math.log(2)
             for start, end in itertools.pairwise(BUCKETS)

@@ -214,6 +214,7 @@ def report(out: Path, length: int = ROWS[-1]) -> Iterator[str]:
     batch = make_recall_batch(out, None, length)
     for name, value in measure_recall(model, batch, length).items():
         yield f"{name}: {value}"
+    assert batch.generation is not None
     yield str(measure_generation(model, with_reference(batch.generation, model)))
 
 

@@ -42,7 +42,7 @@ from attnzoo.evaluation.corpus import (
     held_out_files,
     join,
 )
-from attnzoo.evaluation.data import EvalBatch
+from attnzoo.evaluation.data import EvalBatch, rows_with_repeats
 from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.evaluation.quality import TextQuality, measure_quality
 from tools.python_text import standard_library_files
@@ -116,12 +116,9 @@ def make_optimizers(model: PreTrainedModel, name: str, lr: float) -> list[torch.
 def evaluate(model: PreTrainedModel, tokens: Tensor, context: int, rows: int) -> TextQuality:
     """Return the bits per byte on held-out rows, and on the second copy of a repeated segment."""
     generator = torch.Generator().manual_seed(1)
-    plain = cut_rows(tokens, rows, context, generator)
-    twice = plain.clone()
-    repeats = [repeat for repeat in add_repeats(twice, generator) if repeat is not None]
-    batch = EvalBatch(
-        tokens=plain, repeat_tokens=twice, repeats=repeats, bytes_per_token=1.0, stream=tokens[:0]
-    )
+    plain = cut_rows([tokens], rows, context, generator)
+    repeated, repeats = rows_with_repeats(plain, generator)
+    batch = EvalBatch(rows=plain, repeated=repeated, repeats=repeats, stream=tokens[:0])
     return measure_quality(model, batch)
 
 
@@ -163,9 +160,9 @@ def main(
     generator = torch.Generator().manual_seed(seed)
     start, step, smooth = time.monotonic(), 0, 0.0
     while (done := (time.monotonic() - start) / (60 * minutes)) < 1:
-        rows = cut_rows(train, batch, context + 1, generator)
+        rows = cut_rows([train], batch, context + 1, generator)
         add_repeats(rows, generator, share=0.5)
-        loss = token_losses(model, rows).mean()
+        loss = token_losses(model, rows.tokens).mean()
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(raw.parameters(), 1.0)
         for optimizer in optimizers:

@@ -105,7 +105,7 @@ def spec_for(case: Case) -> AttentionSpec:
     path = embedded_model_path()
     train, _ = load_rows(path, data(), "text", TrainConfig(repeat_share=1.0))
     candidates = {text: read_candidate(text) for text in preset_candidates()}
-    return make_plan(path, train.tokens[:8], candidates, keep_softmax=case.keep).spec
+    return make_plan(path, train.select(slice(8)), candidates, keep_softmax=case.keep).spec
 
 
 def run(name: str, seed: int) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def held_out(teacher: Path, length: int) -> EvalBatch:
 def planned(teacher: Path, window: int, keep: float) -> AttentionSpec:
     """Return a plan with windows of one size, which nothing was trained for."""
     config = TrainConfig(row_length=512, repeat_share=1.0)
-    rows = load_rows(teacher, data(), "text", config)[0].tokens[:8]
+    rows = load_rows(teacher, data(), "text", config)[0].select(slice(8))
     name = f"flash:window={window}"
     candidates = {name: AttentionSpec("flash", window=window)}
     return make_plan(teacher, rows, candidates, keep_softmax=keep).spec

@@ -122,7 +122,7 @@ def test_a_fifth_of_the_heads_is_pruned(tmp_path):
         attnzoo.prune_heads(pruned, chosen)
         if refit:
             texts = head_rows_of_text(folder(), text, layers, rows=128, length=128)
-            refit_outputs(pruned, model, texts)
+            refit_outputs(pruned, model, texts.tokens)
         return float(torch.cosine_similarity(embeddings(pruned, 32), original).mean())
 
     found = cosine(study.choose(0.2, importance))

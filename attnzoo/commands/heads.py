@@ -136,8 +136,8 @@ def _measure(
             f"{type(loaded).__name__} is an encoder-decoder or has no layer that calls "
             "transformers' attention interface; give an encoder or a decoder of text"
         )
-    tokens = head_rows_of_text(path, text, layers, rows=size[0], length=size[1])
-    study = HeadStudyModel(loaded, tokens)
+    texts = head_rows_of_text(path, text, layers, rows=size[0], length=size[1])
+    study = HeadStudyModel(loaded, texts)
     found = study_heads(study, window=window, fractions=fractions, on_step=on_step)
     fraction, by = wanted
     chosen = {} if fraction is None else study.choose(fraction, found.measures[by])
@@ -156,13 +156,14 @@ def _refit_texts(path: Path, text: Path | None, study: Any, *, rows: int, length
         return None
     found = head_rows_of_text(path, text, study.layers, rows=rows, length=length)
     features = max(x.geometry.num_heads * x.geometry.head_dim for x in study.layers)
-    if found.numel() < 2 * features:
+    count = found.tokens.numel()
+    if count < 2 * features:
         raise SpecError(
-            f"--refit {rows} with --length {length} are {found.numel()} tokens, but the heads of a "
+            f"--refit {rows} with --length {length} are {count} tokens, but the heads of a "
             f"layer have {features} features; give at least {-(-2 * features // length)} texts, or "
             "--refit 0"
         )
-    return found
+    return found.tokens  # each row is one document
 
 
 def _save(

@@ -183,8 +183,8 @@ def plan(
     if to is not None and _has_recurrent_layers(to):
         given = {"cache-bytes": cache_bytes, "candidate": candidate, "equal-window": equal_window}
         run = _transferred_student(from_, given)
-        tokens = _plan_rows(path, data, column, row_length, max_tokens)[:rows]
-        _plan_student(path, run, tokens, to, keep, None if dry_run else out)
+        measured = _plan_rows(path, data, column, row_length, max_tokens, rows)
+        _plan_student(path, run, measured, to, keep, None if dry_run else out)
         return
     budget = None if cache_bytes is None else _budget(cache_bytes, cache_length)
     if to is not None:
@@ -192,11 +192,11 @@ def plan(
         candidate, budget = _for_class(path, to, candidate, budget)
     transferred = None if from_ is None else read_transferred(from_)
     specs = {} if transferred and not candidate else _candidate_specs(candidate, equal_window)
-    tokens = _plan_rows(path, data, column, row_length, max_tokens)[:rows]
+    measured = _plan_rows(path, data, column, row_length, max_tokens, rows)
     with show_status(console) as show:
         options: dict[str, Any] = {"window": window, "target_length": target_length}
         options |= {"budget": budget, "transferred": transferred}
-        made_plan = make_plan(path, tokens, specs, keep_softmax=keep, on_step=show, **options)
+        made_plan = make_plan(path, measured, specs, keep_softmax=keep, on_step=show, **options)
     _print_plan(made_plan)
     if out is None or dry_run:
         console.print("Nothing was written; give --out FILE to save the plan.")
@@ -205,15 +205,15 @@ def plan(
 
 
 def _plan_rows(
-    path: Path, data: list[Path], column: str, length: int, max_tokens: str | None
+    path: Path, data: list[Path], column: str, length: int, max_tokens: str | None, count: int
 ) -> Any:
-    """Return rows of training text, each with a repeated segment, ``[N, length]``."""
+    """Return rows of training text, each with a repeated segment in a document that takes one."""
     from attnzoo.training.loading import load_rows
     from attnzoo.training.train_config import TrainConfig
 
     limit = token_count(max_tokens, "--max-tokens")
     config = TrainConfig(row_length=length, repeat_share=1.0, max_tokens=limit)
-    return load_rows(path, data, column, config)[0].tokens
+    return load_rows(path, data, column, config)[0].select(slice(count))
 
 
 def _has_recurrent_layers(to: str) -> bool:

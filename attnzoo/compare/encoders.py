@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.errors import SpecError
-from attnzoo.evaluation.data import load_tokenizer, read_text
+from attnzoo.evaluation.data import load_tokenizer, read_documents
 from attnzoo.evaluation.models import max_positions, spec_label
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.layers import attention_layers
@@ -123,7 +123,7 @@ def is_encoder(path: Path) -> bool:
 def read_encoder(
     path: Path, spec: AttentionSpec | None, *, text: Path | None, tokens: int
 ) -> EncoderReadings:
-    """Return the readings of a text's first tokens by an encoder and by its swap.
+    """Return the readings of the first tokens of a text's first document, with and without a swap.
 
     Args:
         path: Folder of a saved model that is not causal; it may be swapped.
@@ -147,7 +147,7 @@ def read_encoder(
         swap(model, spec)
     tokenizer = load_tokenizer(path)
     found = tokenizer(
-        read_text(text)[:CHARACTERS],
+        read_documents(text)[0][:CHARACTERS],
         truncation=True,
         max_length=tokens,
         return_special_tokens_mask=True,

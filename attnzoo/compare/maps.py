@@ -21,8 +21,9 @@ from attnzoo.compare.encoders import EncoderReadings, encoder_plots, encoder_sec
 from attnzoo.compare.selected_blocks import SelectedBlocks, selected_blocks
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.corpus import held_out_files
-from attnzoo.evaluation.data import load_tokenizer, read_text, tokenize
+from attnzoo.evaluation.data import load_tokenizer, read_documents, tokenize
 from attnzoo.evaluation.models import is_embedded, max_positions, model_path, spec_label
+from attnzoo.evaluation.rows import Rows
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.saving.files import model_class, read_config
 from attnzoo.hf.swap.convert import swap
@@ -126,14 +127,14 @@ def make_maps(
         text: File; a held-out file of the standard library for the embedded model.
         layer: Index of the layer.
         head: Index of the head.
-        tokens: Number of tokens, from the start of the text.
+        tokens: Number of tokens, from the start of the text; fewer if its first document ends.
 
     Raises:
         SpecError: The model, the text, the layer or the head does not exist.
     """
     path = model_path(model)
     config = read_config(path)
-    ids, words = _read(path, text, model, tokens)
+    rows, words = _read(path, text, model, tokens)
     loaded: Any = model_class(config, path).from_pretrained(path, dtype=torch.float32).eval()
     layers = attention_layers(loaded)
     heads = layers[0].geometry.num_heads if layers else 0
@@ -142,9 +143,9 @@ def make_maps(
         raise SpecError(f"--layer must be one of {indices[0]} to {indices[-1]}, got {layer}")
     if not 0 <= head < heads:
         raise SpecError(f"--head must be 0 to {heads - 1}, got {head}")
-    exact = _weights(loaded, AttentionSpec("softmax"), ids, indices.index(layer))
+    exact = _weights(loaded, AttentionSpec("softmax"), rows, indices.index(layer))
     one_layer = AttentionSpec("softmax", layers={str(layer): spec.default})
-    approximate = _weights(loaded, one_layer, ids, indices.index(layer))
+    approximate = _weights(loaded, one_layer, rows, indices.index(layer))
     causal = layers[indices.index(layer)].geometry.causal
     return [
         AttentionMaps(
@@ -207,8 +208,8 @@ def _blocks(
     return selected_blocks(exact, approximate, config, causal=causal)
 
 
-def _read(path: Path, text: Path | None, model: str, tokens: int) -> tuple[Tensor, list[str]]:
-    """Tokenize the start of a text; return the ids, ``[1, T]``, and the tokens as text."""
+def _read(path: Path, text: Path | None, model: str, tokens: int) -> tuple[Rows, list[str]]:
+    """Return the start of a text's first document as one row, and its tokens as text."""
     if tokens < 2:
         raise SpecError(f"--tokens must be 2 or more, got {tokens}")
     if text is None and not is_embedded(model):
@@ -216,19 +217,21 @@ def _read(path: Path, text: Path | None, model: str, tokens: int) -> tuple[Tenso
     limit = max_positions(path)
     if limit is not None and tokens > limit:
         raise SpecError(f"--tokens must be at most the model's {limit} positions, got {tokens}")
-    string = held_out_files()[0].decode("utf-8", "replace") if text is None else read_text(text)
+    string = held_out_files()[0].decode("utf-8", "replace")
+    if text is not None:
+        string = read_documents(text)[0]
     tokenizer = load_tokenizer(path)
     ids = tokenize(tokenizer, string)[:tokens]
     if len(ids) < 2:
         raise SpecError(f"The text {str(text)!r} has {len(ids)} tokens; 2 or more are needed")
-    return ids[None], [tokenizer.decode([i]) for i in ids.tolist()]
+    return Rows.of_documents(ids[None]), [tokenizer.decode([i]) for i in ids.tolist()]
 
 
 @torch.no_grad()
-def _weights(model: PreTrainedModel, spec: AttentionSpec, ids: Tensor, index: int) -> Tensor:
+def _weights(model: PreTrainedModel, spec: AttentionSpec, rows: Rows, index: int) -> Tensor:
     """Run the model under a spec and return the attention weights of a layer, ``[H, T, S]``."""
     swap(model, spec)
-    out = model(ids, output_attentions=True)
+    out = model(rows.tokens, output_attentions=True)
     attentions: tuple[Tensor, ...] = out.attentions
     return attentions[index][0].float()
 

@@ -111,7 +111,8 @@ def quality_table(rows: Sequence[Row]) -> Table | None:
     if "cosine" in measured[0]:
         return _embedding_table(measured)
     costs, equal = losses(measured), equal_windows(rows)
-    distances = list(measured[0]["copy_by_distance"])
+    known = {int(d): d for row in measured for d in row["copy_by_distance"]}
+    distances = [known[d] for d in sorted(known)]
     few = sorted({0, len(distances) // 2, len(distances) - 1}) if distances else []
     shown = [distances[i] for i in few]
     columns = [
@@ -141,7 +142,19 @@ def quality_table(rows: Sequence[Row]) -> Table | None:
                 *(_percent(row["needle_by_distance"].get(d)) for d in shown),
             ]
         )
-    return Table(columns=columns, rows=body, title="Quality without training")
+    return Table(
+        columns=columns, rows=body, title="Quality without training", caption=_notes(measured)
+    )
+
+
+def _notes(measured: Sequence[Row]) -> str:
+    """Return why numbers of quality are left out, or ``""``."""
+    found: dict[str, list[str]] = {}
+    for row in measured:
+        for note in row.get("notes", ()):
+            found.setdefault(note, []).append(row["attention"])
+    whose = {k: "" if len(x) == len(measured) else f"{', '.join(x)}: " for k, x in found.items()}
+    return " ".join(f"{whose[note]}{note}." for note in found)
 
 
 def _embedding_table(measured: Sequence[Row]) -> Table:

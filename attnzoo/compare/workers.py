@@ -79,9 +79,11 @@ def measure_quality(
     model = load(info, case)
     if isinstance(batch, EmbeddingEvalBatch):
         return measure_embeddings(model, batch)
-    with original_attention(model):
-        generation = with_reference(batch.generation, model)
-    generated = asdict(measure_generation(model, generation))
+    generated: Measured = {}
+    if batch.generation is not None:
+        with original_attention(model):
+            generation = with_reference(batch.generation, model)
+        generated = asdict(measure_generation(model, generation))
     return measure_recall(model, batch, info.trained_positions) | {"generation": generated}
 
 

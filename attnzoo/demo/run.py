@@ -29,7 +29,7 @@ from attnzoo.evaluation.models import (
     spec_label,
 )
 from attnzoo.evaluation.presets import preset_specs
-from attnzoo.evaluation.quality import ROWS_PER_STEP, measure_quality
+from attnzoo.evaluation.quality import measure_quality, rows_per_step
 from attnzoo.evaluation.timing import machine
 from attnzoo.hf.swap.convert import original_attention
 from attnzoo.registry import available_backends
@@ -145,7 +145,8 @@ def _measure(
 ) -> SwapResult:
     """Measure one attention; an unsupported one has its reason as result."""
     result = SwapResult(label=spec_label(spec), spec=spec.to_dict())
-    steps = -(-len(batch.tokens) // ROWS_PER_STEP) + len(lengths)
+    measured = [batch.rows, *([] if batch.repeated is None else [batch.repeated])]
+    steps = sum(-(-len(rows) // rows_per_step(rows)) for rows in measured) + len(lengths)
     steps += 2 * sum(-(-n // PREFILL_TOKENS) for n in lengths)
     task = progress.add_task(result.label, total=steps)
     try:

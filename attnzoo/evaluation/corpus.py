@@ -13,17 +13,20 @@ from __future__ import annotations
 
 import hashlib
 import zipfile
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from attnzoo.evaluation.rows import Rows, too_short
+
 VERSION = "3.11.7"  # of Python
 SOURCES = Path(__file__).parents[1] / "assets" / f"python-{VERSION}" / "sources.zip"
 HELD_OUT_PERCENT = 5
+MIN_REPEAT_LENGTH = 256  # tokens a document needs for two distant copies of a segment
 
 
 def is_held_out(name: str) -> bool:
@@ -83,38 +86,67 @@ def place_repeat(row_length: int, generator: torch.Generator, *, min_distance: i
     return Repeat(first=first, second=second, length=length)
 
 
-def cut_rows(tokens: Tensor, count: int, row_length: int, generator: torch.Generator) -> Tensor:
-    """Cut rows at random positions of ``tokens [N]`` and return them, ``[count, row_length]``."""
-    if len(tokens) < row_length:
-        raise ValueError(
-            f"the text has {len(tokens)} tokens, but one row needs {row_length}; give more text or "
-            "shorter rows"
-        )
-    starts = torch.randint(0, len(tokens) - row_length + 1, (count,), generator=generator)
-    return tokens[starts[:, None] + torch.arange(row_length)]
+def cut_rows(
+    documents: Sequence[Tensor],
+    count: int,
+    row_length: int,
+    generator: torch.Generator,
+    bytes_per_token: float = 1.0,
+) -> Rows:
+    """Return rows of one document each, cut at random positions of the documents that are longer.
+
+    Args:
+        documents: Tokens of each; one for a text.
+        count: N.
+        row_length: T.
+        generator: Draws the positions.
+        bytes_per_token: As in :class:`Rows`.
+
+    Raises:
+        ValueError: No document is as long as a row.
+    """
+    long = [x for x in documents if len(x) >= row_length]
+    if not long:
+        raise ValueError(too_short(max(map(len, documents), default=0), row_length))
+    sizes = torch.tensor([len(x) - row_length + 1 for x in long])
+    ends = sizes.cumsum(0)
+    found = []
+    for place in torch.randint(0, int(ends[-1]), (count,), generator=generator):
+        chosen = int(torch.searchsorted(ends, place, right=True))
+        start = int(place - ends[chosen] + sizes[chosen])
+        found.append(long[chosen][start : start + row_length])
+    return Rows.of_documents(torch.stack(found), bytes_per_token)
 
 
 def add_repeats(
-    rows: Tensor, generator: torch.Generator, *, share: float = 1.0
+    rows: Rows, generator: torch.Generator, *, share: float = 1.0, least: int = MIN_REPEAT_LENGTH
 ) -> list[Repeat | None]:
-    """Write one repeat into a fraction of ``rows [N, T]``, in place.
+    """Write one repeat into a fraction of the rows, in place, within the longest document of each.
 
     Args:
-        rows: Token rows, modified in place.
+        rows: Rows whose tokens are modified.
         generator: Draws the positions.
         share: Fraction of the rows that get a repeat.
+        least: Tokens that a document needs for a repeat; rows without one stay as they are.
 
     Returns:
         The repeat of each row; ``None`` for a row without one.
     """
-    repeats: list[Repeat | None] = []
-    for row in rows:
+    longest: dict[int, slice] = {}
+    for i, own in rows.places():
+        if i not in longest or own.stop - own.start > longest[i].stop - longest[i].start:
+            longest[i] = own
+    repeats: list[Repeat | None] = [None] * len(rows)
+    for i, own in longest.items():
         if share < 1.0 and float(torch.rand((), generator=generator)) >= share:
-            repeats.append(None)
             continue
-        repeat = place_repeat(len(row), generator)
-        row[repeat.second : repeat.second + repeat.length] = row[
-            repeat.first : repeat.first + repeat.length
-        ].clone()
-        repeats.append(repeat)
+        document = rows.tokens[i, own]
+        if len(document) >= least:
+            repeat = place_repeat(len(document), generator)
+            document[repeat.second : repeat.second + repeat.length] = document[
+                repeat.first : repeat.first + repeat.length
+            ].clone()
+            repeats[i] = replace(
+                repeat, first=repeat.first + own.start, second=repeat.second + own.start
+            )
     return repeats

@@ -1,20 +1,21 @@
-"""Text as evaluation batches: token rows, rows with a repeated segment, and a token stream."""
+"""Text as evaluation batches: rows, rows with a repeated segment, and a token stream."""
 
 from __future__ import annotations
 
-import hashlib
+import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.corpus import (
+    MIN_REPEAT_LENGTH,
     Repeat,
     add_repeats,
     cut_rows,
@@ -22,19 +23,10 @@ from attnzoo.evaluation.corpus import (
     join,
 )
 from attnzoo.evaluation.generation import GenerationBatch
-from attnzoo.evaluation.recall_rows import Encode
+from attnzoo.evaluation.rows import IGNORE_INDEX, Rows, pack_documents
 
-
-class Packing(NamedTuple):
-    """Positions and labels of rows with several documents or examples.
-
-    Attributes:
-        positions: ``[N, T]``, from 0 in each document.
-        labels: ``[N, T]``: the tokens that are evaluated, else -100.
-    """
-
-    positions: Tensor
-    labels: Tensor
+LINES_OF_JSON = (".jsonl",)
+LEAST_REPEAT = 128  # tokens of a row that takes a repeat, for models with so few positions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,45 +34,55 @@ class EvalBatch:
     """Rows of tokens to evaluate a causal model on.
 
     Attributes:
-        tokens: ``[N, T]``, plain text.
-        repeat_tokens: ``[N, T]``, the same rows, each with one segment copied to a later position.
-        repeats: The positions of the two copies, one per row.
-        bytes_per_token: Converts bits per token to bits per byte.
+        rows: Plain text.
+        repeated: Those of the rows that have a document of enough tokens, each with one segment
+            of it copied to a later position of it; ``None`` if there is none.
+        repeats: The positions of the two copies, one per row of ``repeated``.
         stream: ``[L]``, text that fills a cache.
         generation: Rows that models continue; ``None`` if generation is not measured.
-        packing: Where documents begin in ``tokens``, and the tokens that are evaluated; a row is
-            one document, and all its tokens are evaluated, when ``None``.
     """
 
-    tokens: Tensor
-    repeat_tokens: Tensor
+    rows: Rows
+    repeated: Rows | None
     repeats: list[Repeat]
-    bytes_per_token: float
     stream: Tensor
     generation: GenerationBatch | None = None
-    packing: Packing | None = None
 
     def to(self, device: torch.device) -> EvalBatch:
         """Return the batch with its tensors on a device."""
-        names = ("tokens", "repeat_tokens", "stream", "generation")
+        names = ("rows", "repeated", "stream", "generation")
         given = {name: x for name in names if (x := getattr(self, name)) is not None}
         moved: dict[str, Any] = {name: x.to(device) for name, x in given.items()}
-        if self.packing is not None:
-            moved["packing"] = Packing(*(x.to(device) for x in self.packing))
         return replace(self, **moved)
 
 
-def unigram_bits_per_byte(batch: EvalBatch) -> float:
+def rows_with_repeats(
+    rows: Rows, generator: torch.Generator, *, least: int = MIN_REPEAT_LENGTH
+) -> tuple[Rows | None, list[Repeat]]:
+    """Return copies of the rows that take a repeat, each with one, and the repeats.
+
+    Args:
+        rows: Plain text.
+        generator: Draws the positions.
+        least: Tokens that a document needs for a repeat.
+    """
+    written = replace(rows, tokens=rows.tokens.clone())
+    repeats = add_repeats(written, generator, least=least)
+    kept = [i for i, repeat in enumerate(repeats) if repeat is not None]
+    return written.select(kept) if kept else None, [x for x in repeats if x is not None]
+
+
+def unigram_bits_per_byte(rows: Rows) -> float:
     """Return the loss of a model that knows only how frequent each evaluated token is.
 
     A model that is not below it on these rows predicts nothing: it is not trained, or the text is
     in another language.
     """
-    tokens = batch.tokens
-    if batch.packing is not None:
-        tokens = tokens[batch.packing.labels >= 0]
+    tokens = rows.tokens.long()
+    if rows.is_packed or rows.labels is not None:
+        tokens = tokens[rows.targets != IGNORE_INDEX]
     frequencies = tokens.flatten().bincount().double() / tokens.numel()
-    return float(torch.special.entr(frequencies).sum()) / (math.log(2) * batch.bytes_per_token)
+    return float(torch.special.entr(frequencies).sum()) / (math.log(2) * rows.bytes_per_token)
 
 
 def read_text(text: Path | None) -> str:
@@ -105,13 +107,35 @@ def read_text(text: Path | None) -> str:
         ) from error
 
 
-def fingerprint(*tensors: Tensor) -> str:
-    """Return a hash of tensors and their shapes, 16 hexadecimal digits."""
-    digest = hashlib.sha256()
-    for x in tensors:
-        digest.update(repr(tuple(x.shape)).encode())
-        digest.update(np.ascontiguousarray(x.numpy()).data)
-    return digest.hexdigest()[:16]
+def read_documents(text: Path | None) -> list[str]:
+    """Return the documents of a file: the lines of JSON lines (``.jsonl``), else the whole text.
+
+    Without a file, the held-out files of the standard library are one document.
+
+    Raises:
+        SpecError: The file does not exist or cannot be read, or a line has no ``"text"``.
+    """
+    string = read_text(text)
+    if text is None or text.suffix.lower() not in LINES_OF_JSON:
+        return [string]
+    found = []
+    for number, line in enumerate(string.splitlines(), 1):
+        try:
+            row = json.loads(line) if line.strip() else {"text": ""}
+        except (ValueError, RecursionError) as error:
+            raise SpecError(
+                f"Line {number} of {str(text)!r} is not JSON ({error}); give JSON lines, or plain "
+                "text in a file with another suffix"
+            ) from error
+        if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+            raise SpecError(
+                f'Line {number} of {str(text)!r} has no text; write {{"text": "..."}} in each line'
+            )
+        found.append(row["text"])
+    documents = [x for x in found if x.strip()]
+    if not documents:
+        raise SpecError(f"{str(text)!r} has no text; give a file with text in the model's language")
+    return documents
 
 
 def load_tokenizer(path: Path) -> Any:
@@ -136,10 +160,61 @@ def tokenize(tokenizer: Any, text: str) -> Tensor:
     return torch.tensor(ids, dtype=torch.long)
 
 
-def string_tokenizer(path: Path) -> Encode:
-    """Return a function that tokenizes a string with the tokenizer of a model's folder."""
-    tokenizer = load_tokenizer(path)
-    return lambda text: tokenize(tokenizer, text)
+def first_documents(text: Path | None, characters: int) -> list[str]:
+    """Return the first documents of a file, of so many characters together; the last one is cut.
+
+    Raises:
+        SpecError: As :func:`read_documents`.
+    """
+    found = []
+    for document in read_documents(text):
+        if characters > 0:
+            found.append(document[:characters])
+        characters -= len(document)
+    return found
+
+
+class StringTokenizer:
+    """Returns the tokens of a string under the tokenizer of a model's folder.
+
+    Args:
+        path: The folder.
+
+    Attributes:
+        unknown: The token of text that the tokenizer does not know; ``None`` without one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.tokenizer = load_tokenizer(path)
+        self.unknown: int | None = self.tokenizer.unk_token_id
+
+    def __call__(self, text: str) -> Tensor:
+        """Return the tokens, ``[N]``."""
+        return tokenize(self.tokenizer, text)
+
+
+def text_rows(
+    documents: Sequence[Tensor],
+    count: int,
+    length: int,
+    bytes_per_token: float,
+    generator: torch.Generator,
+) -> Rows:
+    """Return rows to evaluate on: drawn from one document, or packed with whole ones.
+
+    Args:
+        documents: Tokens of each.
+        count: Largest number of rows.
+        length: Tokens of a row.
+        bytes_per_token: As in :class:`~attnzoo.evaluation.rows.Rows`.
+        generator: Draws the rows of one document.
+
+    Raises:
+        ValueError: The text is shorter than a row.
+    """
+    if len(documents) == 1:
+        return cut_rows(documents, count, length, generator, bytes_per_token)
+    return pack_documents(documents, count, length, bytes_per_token)
 
 
 def make_eval_batch(
@@ -157,16 +232,17 @@ def make_eval_batch(
     Raises:
         SpecError: The file does not exist or cannot be read.
     """
-    string = read_text(text)
-    tokens = tokenize(load_tokenizer(path), string)
+    strings, encode = read_documents(text), StringTokenizer(path)
+    documents = [encode(x) for x in strings]
+    tokens = torch.cat(documents)
     generator = torch.Generator().manual_seed(0)
-    plain = cut_rows(tokens, rows, row_length, generator)
-    repeated = plain.clone()
-    repeats = [r for r in add_repeats(repeated, generator) if r is not None]
+    bytes_per_token = sum(len(x.encode()) for x in strings) / len(tokens)
+    plain = text_rows(documents, rows, row_length, bytes_per_token, generator)
+    least = min(MIN_REPEAT_LENGTH, max(LEAST_REPEAT, row_length))
+    repeated, repeats = rows_with_repeats(plain, generator, least=least)
     return EvalBatch(
-        tokens=plain,
-        repeat_tokens=repeated,
+        rows=plain,
+        repeated=repeated,
         repeats=repeats,
-        bytes_per_token=len(string.encode()) / len(tokens),
         stream=tokens.repeat(-(-stream_length // len(tokens)))[:stream_length],
     )

@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from transformers import PreTrainedModel
 
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.corpus import cut_rows
-from attnzoo.evaluation.data import fingerprint, load_tokenizer, read_text, tokenize
+from attnzoo.evaluation.data import first_documents, load_tokenizer, tokenize
 from attnzoo.evaluation.quality import require_finite
+from attnzoo.evaluation.rows import fingerprint
 from attnzoo.hf.swap.convert import original_attention
 
 ROWS = 8  # of each length
@@ -126,26 +128,29 @@ def make_embedding_batch(
     Args:
         path: Folder of the model.
         text: File; the held-out part of the standard library when ``None``.
-        length: The longest T; shorter ones are halves of it, down to 64.
+        length: The longest T, or the median length of several documents if that is less; shorter
+            ones are halves of it, down to 64.
         rows: N.
 
     Raises:
         SpecError: The file cannot be read, or it is shorter than one text.
     """
     tokenizer = load_tokenizer(path)
-    tokens = tokenize(tokenizer, read_text(text)[:CHARACTERS])
+    documents = [tokenize(tokenizer, x) for x in first_documents(text, CHARACTERS)]
     special = tokenizer("")["input_ids"]
     starts = {tokenizer.bos_token_id, tokenizer.cls_token_id}
     before = torch.tensor([i for i in special if i in starts], dtype=torch.long)
     after = torch.tensor([i for i in special if i not in starts], dtype=torch.long)
-    if len(tokens) < length - len(special):
+    middle = median_low(map(len, documents))
+    if len(documents) == 1 and middle < length - len(special):
         raise SpecError(
-            f"The text has {len(tokens)} tokens, but a row needs {length}; give a longer --text, "
-            "or a smaller --quality-length"
+            f"The text has {middle} tokens, but a row needs {length}; give a longer --text, or a "
+            "smaller --quality-length"
         )
+    length = min(length, middle + len(special))
     generator, texts, size = torch.Generator().manual_seed(0), {}, length
     while size == length or size >= SHORTEST:
-        inner = cut_rows(tokens, rows, size - len(special), generator)
+        inner = cut_rows(documents, rows, size - len(special), generator).tokens
         whole = torch.cat([before.expand(rows, -1), inner, after.expand(rows, -1)], 1)
         texts[size] = Texts(tokens=whole, attention_mask=torch.ones_like(whole))
         size //= 2

@@ -6,7 +6,8 @@ tokens, so that one wrong token changes those that follow.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from attnzoo.evaluation.recall_rows import (
     copy_rows,
     recall_distances,
 )
+from attnzoo.evaluation.rows import Rows, beginnings
 from attnzoo.hf.seam import cache_argument
 
 ROWS = 16  # of each kind
@@ -32,28 +34,30 @@ class GenerationBatch:
     """Rows that a model continues greedily.
 
     Attributes:
-        prompts: ``[N, P]``, plain text.
-        copies: ``[N, S]``; each row ends with a copy of a segment, of which a model generates the
-            last ``COPY_ANSWER`` tokens. ``None`` if rows are too short.
-        needles: ``[N, S]``; each row ends with a number that it has assigned to a name earlier.
-            ``None`` if rows are too short.
+        prompts: Plain text, each row of one document.
+        copies: Each row ends with a copy of a segment, of which a model generates the last
+            ``COPY_ANSWER`` tokens. ``None`` if documents are too short.
+        needles: Each row ends with a number that it has assigned to a name earlier. ``None`` if
+            documents are too short, or for ``notes``.
         needle_answer: Number of tokens in a needle's number.
         distance: Tokens from a segment or number to its copy.
         new_tokens: Tokens to generate after a prompt.
         reference: ``[N, new_tokens]``, the original model's continuations of ``prompts``.
+        notes: Why numbers are left out.
     """
 
-    prompts: Tensor
-    copies: Tensor | None
-    needles: Tensor | None
+    prompts: Rows
+    copies: Rows | None
+    needles: Rows | None
     needle_answer: int
     distance: int
     new_tokens: int
     reference: Tensor | None = None
+    notes: Sequence[str] = ()
 
     def to(self, device: torch.device) -> GenerationBatch:
         """Return the batch with its tensors on a device."""
-        given = {k: x.to(device) for k, x in vars(self).items() if isinstance(x, Tensor)}
+        given = {k: x.to(device) for k, x in vars(self).items() if isinstance(x, Tensor | Rows)}
         return replace(self, **given)  # type: ignore[arg-type]
 
 
@@ -68,6 +72,7 @@ class GenerationQuality:
         copies: Fraction of the generated tokens of copies that equal the segment's.
         needles: Fraction of rows whose number is generated without an error.
         agreement_rows: ``agreement`` of each continuation.
+        notes: Why numbers are left out.
     """
 
     agreement: float
@@ -75,53 +80,65 @@ class GenerationQuality:
     copies: float | None
     needles: float | None
     agreement_rows: list[float]
+    notes: list[str] = field(default_factory=list)
 
 
 def make_generation_batch(
-    tokens: Tensor, encode: Encode, length: int, rows: Tensor | None = None
-) -> GenerationBatch:
-    """Cut prompts from a text, and write copies and needles at the longest distance that fits.
+    documents: Sequence[Tensor], encode: Encode, length: int, rows: Rows | None = None
+) -> GenerationBatch | None:
+    """Cut prompts from documents, and write copies and needles at the longest distance that fits.
+
+    Prompt and continuation together are no longer than a document; ``None`` if documents have no
+    two tokens.
 
     Args:
-        tokens: The text, ``[L]``, with at least ``length`` tokens.
+        documents: Tokens of each document of the text.
         encode: Returns the tokens of a string.
-        length: Tokens of a prompt and its continuation.
-        rows: ``[N, length]``, rows whose beginnings are the prompts; drawn from the text when
-            ``None``.
+        length: Tokens of a prompt and its continuation; fewer if documents are shorter.
+        rows: Rows whose documents' beginnings are the prompts; of ``documents`` when ``None``.
     """
     generator = torch.Generator().manual_seed(0)
-    new_tokens = min(NEW_TOKENS, length // 2)
-    if rows is None:
-        prompts = cut_rows(tokens, ROWS, length - new_tokens, generator)
+    if rows is None and len(documents) == 1:
+        new_tokens = min(NEW_TOKENS, length // 2)
+        prompts = cut_rows(documents, ROWS, length - new_tokens, generator).tokens
     else:
-        prompts = rows[:ROWS, : length - new_tokens]
+        first = beginnings(documents if rows is None else rows.documents(), ROWS, length)
+        new_tokens = min(NEW_TOKENS, first.shape[1] // 2)
+        prompts = first[:, : first.shape[1] - new_tokens]
+        if len(prompts) == 0 or new_tokens == 0:
+            return None
+    length = min(length, max(map(len, documents)))
     distances = recall_distances(length)
+    distance = distances[-1] if distances else 0
     needles = Needles(encode, ROWS)
-    fits = bool(distances)
-    distance = distances[-1] if fits else 0
+    fits = bool(distances) and needles.fit(distance, length)
     return GenerationBatch(
-        prompts=prompts,
-        copies=copy_rows(tokens, distance, generator, ROWS) if fits else None,
-        needles=needles.rows(tokens, distance, generator) if fits else None,
+        prompts=Rows.of_documents(prompts),
+        copies=copy_rows(documents, distance, generator, ROWS) if distances else None,
+        needles=needles.rows(documents, distance, generator)
+        if fits and not needles.reason
+        else None,
         needle_answer=needles.answer_tokens,
         distance=distance,
         new_tokens=new_tokens,
+        notes=[needles.reason] if needles.reason else [],
     )
 
 
 @torch.no_grad()
-def continue_greedily(model: PreTrainedModel, prompts: Tensor, new_tokens: int) -> Tensor:
+def continue_greedily(model: PreTrainedModel, prompts: Rows, new_tokens: int) -> Tensor:
     """Return the most probable continuation of each prompt, token by token.
 
     Args:
         model: A causal model in evaluation mode. Its generation settings have no effect.
-        prompts: ``[N, P]``, without padding.
+        prompts: Rows of one document each, without padding.
         new_tokens: Tokens to generate; none of them ends the text.
 
     Returns:
         Tokens, ``[N, new_tokens]``.
     """
-    cache, tokens, found = DynamicCache(config=model.config), prompts, []
+    assert not prompts.is_packed
+    cache, tokens, found = DynamicCache(config=model.config), prompts.tokens.long(), []
     for _ in range(new_tokens):
         output = model(tokens, **cache_argument(cache), use_cache=True, logits_to_keep=1)
         tokens = output.logits[:, -1:].argmax(-1)
@@ -158,11 +175,13 @@ def measure_generation(
         equal_tokens=float(equal.int().cumprod(1).sum(1).float().mean()),
         copies=None if copied is None else float(copied.float().mean()),
         needles=None if needles is None else float(needles.all(1).float().mean()),
+        notes=list(batch.notes),
     )
 
 
-def correct_tokens(model: PreTrainedModel, rows: Tensor | None, answer: int) -> Tensor | None:
+def correct_tokens(model: PreTrainedModel, rows: Rows | None, answer: int) -> Tensor | None:
     """Return which of the last ``answer`` tokens of each row a model generates, ``[N, answer]``."""
     if rows is None:
         return None
-    return continue_greedily(model, rows[:, :-answer], answer) == rows[:, -answer:]
+    prompts = Rows.of_documents(rows.tokens[:, :-answer])
+    return continue_greedily(model, prompts, answer) == rows.tokens[:, -answer:]

@@ -25,9 +25,10 @@ from transformers import PreTrainedModel
 
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.corpus import cut_rows
-from attnzoo.evaluation.data import load_tokenizer, read_text, tokenize
+from attnzoo.evaluation.data import first_documents, load_tokenizer, tokenize
 from attnzoo.evaluation.embeddings import CHARACTERS, make_embedding_batch
 from attnzoo.evaluation.models import max_positions
+from attnzoo.evaluation.rows import Rows, beginnings
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.heads.projections import head_projections
 from attnzoo.hf.heads.pruning import original_heads
@@ -71,14 +72,15 @@ class HeadStudyModel:
 
     Args:
         model: A model in evaluation mode whose layers all have separable heads.
-        rows: Token ids, ``[B, T]``, without padding.
+        rows: Texts, one document per row, without padding.
 
     Raises:
         UnsupportedError: The heads of a layer cannot be distinguished.
     """
 
-    def __init__(self, model: PreTrainedModel, rows: Tensor) -> None:
-        self.model, self.rows = model.eval().requires_grad_(False), rows
+    def __init__(self, model: PreTrainedModel, rows: Rows) -> None:
+        assert not rows.is_packed
+        self.model, self.rows = model.eval().requires_grad_(False), rows.tokens.long()
         self.layers = attention_layers(model)
         self.outputs = {x.name: head_projections(model, x).output for x in self.layers}
         causal = all(layer.geometry.causal for layer in self.layers)
@@ -345,15 +347,15 @@ def study_heads(
 
 def head_rows_of_text(
     path: Path, text: Path | None, layers: Sequence[AttentionLayer], *, rows: int, length: int
-) -> Tensor:
-    """Return texts to measure heads on, ``[B, T]``: with special tokens for an encoder.
+) -> Rows:
+    """Return texts to measure heads on, one document per row: with special tokens for an encoder.
 
     Args:
         path: Folder of the model.
         text: File; held-out files of the standard library when ``None``.
         layers: Attention layers of the model.
-        rows: B.
-        length: T.
+        rows: B; fewer if the text has fewer documents.
+        length: T; the median length of several documents if that is less.
 
     Raises:
         SpecError: The text is too short, or a row is longer than the model's positions.
@@ -362,8 +364,12 @@ def head_rows_of_text(
     if length < 2 or (limit is not None and length > limit):
         raise SpecError(f"--length must be 2 to {limit or 'any'} tokens, got {length}")
     if not all(layer.geometry.causal for layer in layers):
-        return make_embedding_batch(path, text, length, rows).texts[length].tokens
-    tokens = tokenize(load_tokenizer(path), read_text(text)[:CHARACTERS])
-    if len(tokens) < length:
-        raise SpecError(f"The text has {len(tokens)} tokens, but a row needs {length}")
-    return cut_rows(tokens, rows, length, torch.Generator().manual_seed(0))
+        texts = make_embedding_batch(path, text, length, rows).texts
+        return Rows.of_documents(texts[max(texts)].tokens)
+    tokenizer = load_tokenizer(path)
+    documents = [tokenize(tokenizer, x) for x in first_documents(text, CHARACTERS)]
+    if len(documents) > 1:
+        return Rows.of_documents(beginnings(documents, rows, length))
+    if len(documents[0]) < length:
+        raise SpecError(f"The text has {len(documents[0])} tokens, but a row needs {length}")
+    return cut_rows(documents, rows, length, torch.Generator().manual_seed(0))

@@ -95,9 +95,12 @@ def paired(ours: Sequence[float], theirs: Sequence[float], *, least: float = 0.0
 
     Args:
         ours: One value per row or round.
-        theirs: The values of the other model or call on the same rows or in the same rounds.
+        theirs: The values of the other model or call on the same rows or in the same rounds; no
+            pair is there where one of both has no values, because it was not measured.
         least: Smallest difference that matters.
     """
+    if not ours or not theirs:
+        return mean_of(())
     return mean_of([x - y for x, y in zip(ours, theirs, strict=True)], least=least)
 
 
@@ -115,10 +118,11 @@ def closed_gap(
         least: Smallest gap that matters.
 
     Returns:
-        The fraction; ``None`` if the gap between worst and best is not clearly above 0.
+        The fraction; ``None`` if the gap between worst and best is not clearly above 0, or a value
+        was not measured.
     """
     gap = paired(worst, best, least=least)
-    if not gap.is_positive:
+    if not gap.is_positive or not ours:
         return None
     share = paired(worst, ours).mean / gap.mean
     residuals = [(w - x) - share * (w - b) for x, b, w in zip(ours, best, worst, strict=True)]

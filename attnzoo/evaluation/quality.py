@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attnzoo.errors import AttnzooError
-from attnzoo.evaluation.data import EvalBatch, Packing
+from attnzoo.evaluation.data import EvalBatch
+from attnzoo.evaluation.rows import IGNORE_INDEX, Rows, predictions
 
 OnStep = Callable[[], None]
 ROWS_PER_STEP = 8
 TOKENS_PER_STEP = 8192  # at most, if rows are long: the logits of a step are in memory
-IGNORE_INDEX = -100  # the label of tokens that are not evaluated, as in transformers
 
 
 class NonFiniteError(AttnzooError):
@@ -45,31 +45,50 @@ class TextQuality:
 
     Attributes:
         bits_per_byte: On plain rows.
-        recall_bits_per_byte: On the second copy of a repeated segment; ``None`` without repeats.
+        recall_bits_per_byte: On the second copy of a repeated segment; ``None`` without repeats,
+            or if it is worse than that of a uniform guess.
         loss_rows: The contribution of each row to ``bits_per_byte``, which is their mean.
         recall_rows: The same of ``recall_bits_per_byte``.
+        notes: Why numbers are left out.
     """
 
     bits_per_byte: float
     recall_bits_per_byte: float | None
     loss_rows: list[float]
     recall_rows: list[float]
+    notes: list[str] = field(default_factory=list)
 
 
-@torch.no_grad()
-def token_losses(model: PreTrainedModel, rows: Tensor) -> Tensor:
-    """Return the cross-entropy in nats of each token except the first, ``[N, T - 1]``."""
-    logits = model(rows, use_cache=False).logits[:, :-1]
-    return F.cross_entropy(logits.float().transpose(1, 2), rows[:, 1:], reduction="none")
+def losses_of(rows: Rows, logits: Tensor) -> Tensor:
+    """Return the cross-entropy in nats of the tokens of rows, ``[N, T]``; 0 without a target."""
+    losses = F.cross_entropy(
+        logits[:, :-1].float().transpose(1, 2), rows.targets[:, 1:], reduction="none"
+    )
+    return F.pad(losses, (1, 0))
 
 
-@torch.no_grad()
-def packed_losses(model: PreTrainedModel, rows: Tensor, packing: Packing) -> list[Tensor]:
-    """Return the cross-entropy in nats of the evaluated tokens of each packed row."""
-    logits = model(rows, position_ids=packing.positions, use_cache=False).logits[:, :-1]
-    labels = packing.labels[:, 1:]
-    losses = F.cross_entropy(logits.float().transpose(1, 2), labels, reduction="none")
-    return [x[own != IGNORE_INDEX] for x, own in zip(losses, labels, strict=True)]
+def rows_per_step(rows: Rows) -> int:
+    """Return the number of rows in one forward pass: fewer if they are long."""
+    return max(1, min(ROWS_PER_STEP, TOKENS_PER_STEP // rows.length))
+
+
+def uniform_bits_per_byte(model: PreTrainedModel, bytes_per_token: float) -> float:
+    """Return the loss of a model that gives every token the same probability."""
+    return math.log2(model.config.get_text_config().vocab_size) / bytes_per_token
+
+
+def worse_than_uniform(what: str, found: float, uniform: float) -> str:
+    """Return why a recall is left out, or ``""``: it is worse than that of a uniform guess.
+
+    A model that copies worse than it guesses does not recall: the segments are not like the text
+    that it was trained on, or it is not trained.
+    """
+    if found <= uniform:
+        return ""
+    return (
+        f"{what} is left out: {found:.2f} bits per byte, and a uniform guess has {uniform:.2f}; "
+        "the model recalls nothing in such rows"
+    )
 
 
 def measure_quality(
@@ -85,31 +104,34 @@ def measure_quality(
     Raises:
         NonFiniteError: The loss is NaN or infinite.
     """
-    to_bits = 1 / (math.log(2) * batch.bytes_per_token)
+    to_bits = 1 / (math.log(2) * batch.rows.bytes_per_token)
     plain: list[Tensor] = []
     recall: list[Tensor] = []
-    count = max(1, min(ROWS_PER_STEP, TOKENS_PER_STEP // batch.tokens.shape[1]))
-    for first in range(0, len(batch.tokens), count):
-        rows = slice(first, first + count)
-        if batch.packing is None:
-            plain.extend(token_losses(model, batch.tokens[rows]))
-        else:
-            part = Packing(*(x[rows] for x in batch.packing))
-            plain.extend(packed_losses(model, batch.tokens[rows], part))
-        if batch.repeats:
-            losses = token_losses(model, batch.repeat_tokens[rows])
-            for loss, repeat in zip(losses, batch.repeats[rows], strict=False):
-                recall.append(loss[repeat.second - 1 : repeat.second - 1 + repeat.length])
+    for rows, logits in predictions(model, batch.rows, rows_per_step(batch.rows)):
+        chosen = zip(losses_of(rows, logits), rows.targets, strict=True)
+        plain += [x[1:][target[1:] != IGNORE_INDEX] for x, target in chosen]
         on_step()
     loss = require_finite(float(torch.cat(plain).mean()), "loss on plain text")
-    repeated = torch.cat(recall).mean() if recall else None
+    notes = []
+    repeated = None
+    if batch.repeated is not None:
+        places = iter(batch.repeats)
+        for rows, logits in predictions(model, batch.repeated, rows_per_step(batch.repeated)):
+            for x in losses_of(rows, logits):
+                repeat = next(places)
+                recall.append(x[repeat.second : repeat.second + repeat.length])
+            on_step()
+        repeated = require_finite(float(torch.cat(recall).mean()), "loss on repeated text")
+        repeated *= to_bits
+        uniform = uniform_bits_per_byte(model, batch.rows.bytes_per_token)
+        if note := worse_than_uniform("recall", repeated, uniform):
+            notes, repeated, recall = [note], None, []
     return TextQuality(
         bits_per_byte=loss * to_bits,
-        recall_bits_per_byte=None
-        if repeated is None
-        else require_finite(float(repeated), "loss on repeated text") * to_bits,
+        recall_bits_per_byte=repeated,
         loss_rows=contributions(plain, to_bits),
         recall_rows=contributions(recall, to_bits),
+        notes=notes,
     )
 
 

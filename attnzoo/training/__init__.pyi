@@ -1,6 +1,6 @@
 # The names for training loops of your own; attnzoo/training/__init__.py reads them from here.
 from attnzoo.evaluation.data import EvalBatch as EvalBatch
-from attnzoo.training.data import Rows as Rows
+from attnzoo.evaluation.rows import Rows as Rows
 from attnzoo.training.distil import Predictions as Predictions
 from attnzoo.training.distil import distil_loss as distil_loss
 from attnzoo.training.distil import divergence as divergence

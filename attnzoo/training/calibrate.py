@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from attnzoo.backends.delta import DeltaBackend
 from attnzoo.contract.backend import AttentionBackend
 from attnzoo.contract.inputs import AttentionInputs, zero_padding
+from attnzoo.evaluation.rows import Rows
 from attnzoo.registry import get_backend
 from attnzoo.training.transfer import Transfer, swapped_layers
 
@@ -228,13 +229,12 @@ def set_gates(backend: DeltaBackend, calibration: GateCalibration) -> None:
 
 
 @torch.no_grad()
-def calibrate(model: nn.Module, tokens: Tensor, positions: Tensor) -> list[dict[str, Any]]:
+def calibrate(model: nn.Module, rows: Rows) -> list[dict[str, Any]]:
     """Start the gates of a swapped model from softmax's attention on some rows.
 
     Args:
         model: A swapped model; layers of other backends than ``delta`` keep their parameters.
-        tokens: ``[B, T]``.
-        positions: ``[B, T]``, from 0 in each sequence.
+        rows: Rows of tokens.
 
     Returns:
         For each calibrated layer its name (``layer``), the share of the attention on keys beyond
@@ -254,20 +254,19 @@ def calibrate(model: nn.Module, tokens: Tensor, positions: Tensor) -> list[dict[
     model.eval()
     try:
         with Transfer(model, list(layers)):  # every layer gets the inputs of the softmax model
-            for first in range(0, len(tokens), ROWS_AT_ONCE):
-                own = slice(first, first + ROWS_AT_ONCE)
-                ids, at = tokens[own], positions[own]
-                model(input_ids=ids.to(device), position_ids=at.to(device), use_cache=False)
+            for own in rows.to(device).split(ROWS_AT_ONCE):
+                ids, at = own.tokens.long(), own.positions.long()
+                model(input_ids=ids, position_ids=at, use_cache=False)
     finally:
         model.train(training)
         for handle in handles:
             handle.remove()
-    rows = []
+    summaries = []
     for name, backend in layers.items():
         if not found[name].is_empty:
             set_gates(backend, found[name])
-            rows.append(_summary(name, found[name], backend))
-    return rows
+            summaries.append(_summary(name, found[name], backend))
+    return summaries
 
 
 def _recorder(calibration: GateCalibration) -> Any:

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from attnzoo.evaluation.margins import Difference, mean_of, paired, speedup
 from attnzoo.evaluation.presets import preset_options
+from attnzoo.evaluation.rows import Rows
 from attnzoo.hf.swap.convert import restore, swap
 from attnzoo.spec import AttentionSpec
 
@@ -124,32 +125,40 @@ def token_divergence(student: Tensor, teacher: Tensor) -> Tensor:
     return F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
 
 
-def first_difference(kl: Tensor) -> int | None:
-    """Return the first position whose predictions differ from softmax's; ``None`` if none does.
+def first_difference(kl: Tensor, rows: Rows) -> int | None:
+    """Return the first position of a document whose predictions differ from softmax's, if any.
 
     Args:
         kl: KL of each prediction, ``[B, T]``.
+        rows: The rows.
     """
-    different = (kl > SAME).any(0).nonzero()
-    return int(different[0, 0]) if len(different) else None
+    different = rows.positions[(kl > SAME) & rows.counted]
+    return int(different.min()) if len(different) else None
 
 
-def why_not_judged(kl: Tensor) -> str:
+def why_not_judged(kl: Tensor, rows: Rows) -> str:
     """Return why rows cannot judge a candidate, and which rows can, or ``""``.
 
     Args:
         kl: KL of each prediction with the candidate in all layers, ``[B, T]``.
+        rows: The rows.
     """
-    length, first = kl.shape[1], first_difference(kl)
+    first, longest = first_difference(kl, rows), max(map(len, rows.documents()))
+    what = f"rows of {longest:,} tokens"
+    advice = "rows of {:,} tokens or more (--length)"
+    if rows.is_packed:
+        what = f"documents of at most {longest:,} tokens"
+        advice = "documents of {:,} tokens or more, in rows as long (--length)"
     if first is None:
         return (
-            f"it reads every key of rows of {length:,} tokens, and its loss there is 0 whatever "
-            f"the model; measure it on rows of more than {2 * length:,} tokens (--length)"
+            f"it reads every key of {what}, and its loss there is 0 whatever the model; measure it "
+            f"on {advice.format(2 * longest + 1)}"
         )
-    if length < 2 * first:
+    far = rows.positions[rows.counted] >= first
+    if 2 * int(far.sum()) < len(far):
         return (
-            f"only the last {length - first:,} of the {length:,} tokens of a row have keys that it "
-            f"does not read; measure it on rows of at least {2 * first:,} tokens (--length)"
+            f"only {int(far.sum()):,} of {len(far):,} tokens of {what} have keys that it does not "
+            f"read; measure it on {advice.format(2 * first)}"
         )
     return ""
 

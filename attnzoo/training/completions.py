@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnzoo.training.data import IGNORE_INDEX, Rows, check_vocabulary
+from attnzoo.evaluation.rows import IGNORE_INDEX, Rows
+from attnzoo.training.data import check_vocabulary
 from attnzoo.training.documents import DataError
 
 SCHEMA = (

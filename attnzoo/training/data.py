@@ -12,7 +12,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,11 @@ import datasets
 import numpy as np
 import torch
 from filelock import FileLock
-from torch import Tensor
-from torch.utils.data import Dataset
 
-from attnzoo.evaluation.corpus import add_repeats
-from attnzoo.evaluation.data import fingerprint
+from attnzoo.evaluation.corpus import MIN_REPEAT_LENGTH, add_repeats
+from attnzoo.evaluation.rows import Rows
 from attnzoo.training.documents import DataError, progress_bars
 
-MIN_REPEAT_LENGTH = 256  # tokens a row needs for two distant copies of a segment
-IGNORE_INDEX = -100  # the label of tokens without a loss, as in transformers
 FORMAT = 2  # of the files of rows
 DOCUMENTS_AT_ONCE = 1000
 ROWS_AT_ONCE = 4096
@@ -39,59 +35,6 @@ MANY_DOCUMENTS = 4000
 FEATURES = datasets.Features(
     input_ids=datasets.List(datasets.Value("int32")), bytes=datasets.Value("int64")
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rows(Dataset[dict[str, Tensor]]):
-    """Dataset of packed rows; an item has the arguments of a causal model's ``forward``.
-
-    Attributes:
-        tokens: ``[N, T]``, int32 or int64.
-        positions: ``[N, T]`` likewise, from 0 in each document.
-        bytes_per_token: Converts bits per token to bits per byte.
-        labels: ``[N, T]``, the tokens to predict, else ``IGNORE_INDEX``; all when ``None``.
-        ends: ``[N]``, tokens before the padding of each row; ``None`` without padding.
-        shortened: Number of examples that were longer than a row.
-        starts: ``[D]``, where documents begin in ``stream``; ``None`` if it is not known, or if
-            rows begin with documents.
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    bytes_per_token: float
-    labels: Tensor | None = None
-    ends: Tensor | None = None
-    shortened: int = 0
-    starts: Tensor | None = None
-
-    def __len__(self) -> int:
-        """N."""
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return ``input_ids``, ``position_ids`` and ``labels``, ``[T]`` each.
-
-        The first token of a document has no label, because the token before it belongs to another
-        document.
-        """
-        tokens, positions = self.tokens[index].long(), self.positions[index].long()
-        labels = tokens if self.labels is None else self.labels[index]
-        labels = labels.masked_fill(positions == 0, IGNORE_INDEX)
-        return {"input_ids": tokens, "position_ids": positions, "labels": labels}
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of the rows."""
-        labels = () if self.labels is None else (self.labels,)
-        return fingerprint(self.tokens, self.positions, torch.tensor(self.bytes_per_token), *labels)
-
-    @property
-    def stream(self) -> Tensor:
-        """The tokens of all rows without padding, ``[L]``."""
-        if self.ends is None:
-            return self.tokens.flatten().long()
-        rows = zip(self.tokens, self.ends, strict=True)
-        return torch.cat([row[:end] for row, end in rows]).long()
 
 
 def check_vocabulary(token: int, vocab_size: int) -> None:
@@ -264,8 +207,8 @@ def _concatenate(documents: Any, end: int | None) -> tuple[Any, Any]:
 def with_repeats(rows: Rows, share: float, seed: int = 0, *, per_row: int = 1) -> Rows:
     """Return rows of which a fraction has segments copied to later positions, to train recall.
 
-    The positions of such a row are those of one document. Rows of fewer than 256 tokens are too
-    short and are not changed.
+    Both copies are in one document. Rows whose documents have fewer than 256 tokens are not
+    changed.
 
     Args:
         rows: Rows of tokens.
@@ -273,7 +216,7 @@ def with_repeats(rows: Rows, share: float, seed: int = 0, *, per_row: int = 1) -
         seed: Draws rows and positions.
         per_row: Copied segments in such a row; a later one may overwrite a part of an earlier one.
     """
-    if share <= 0 or rows.tokens.shape[1] < MIN_REPEAT_LENGTH:
+    if share <= 0 or rows.length < MIN_REPEAT_LENGTH:
         return rows
 
     def write(folder: Path) -> dict[str, Any]:
@@ -285,17 +228,13 @@ def with_repeats(rows: Rows, share: float, seed: int = 0, *, per_row: int = 1) -
         )
         tokens.copy_(rows.tokens)
         positions.copy_(rows.positions)
-        _add_repeats(tokens, positions, share, seed, per_row)
+        written = replace(rows, tokens=tokens, positions=positions)
+        generator = torch.Generator().manual_seed(seed)
+        repeats = add_repeats(written, generator, share=share)
+        changed = [i for i, repeat in enumerate(repeats) if repeat is not None]
+        for _ in range(per_row - 1):
+            for i in changed:
+                add_repeats(written.select(slice(i, i + 1)), generator)
         return {"bytes_per_token": rows.bytes_per_token}
 
-    return _stored((rows.fingerprint, share, seed, per_row), write)[0]
-
-
-def _add_repeats(tokens: Tensor, positions: Tensor, share: float, seed: int, per_row: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    repeats = add_repeats(tokens, generator, share=share)
-    changed = [i for i, repeat in enumerate(repeats) if repeat is not None]
-    positions[changed] = torch.arange(tokens.shape[1], dtype=positions.dtype)
-    for _ in range(per_row - 1):
-        for i in changed:
-            add_repeats(tokens[i : i + 1], generator)
+    return _stored((rows.fingerprint, share, seed, per_row, "within documents"), write)[0]

@@ -36,6 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attnzoo.contract.context_parallel import SequenceShard
 from attnzoo.errors import UnsupportedError
+from attnzoo.evaluation.rows import IGNORE_INDEX
 from attnzoo.hf.attention.call import layer_backend
 from attnzoo.hf.logits import (
     HeadInputs,
@@ -47,7 +48,6 @@ from attnzoo.hf.logits import (
 from attnzoo.hf.names import NAME
 from attnzoo.hf.swap.convert import original_attention, restore
 from attnzoo.registry import build_backend
-from attnzoo.training.data import IGNORE_INDEX
 from attnzoo.training.four_bits import COMPUTE_DTYPE, layers_in_4_bits
 from attnzoo.training.loop import Loss
 from attnzoo.training.model_shards import ModelShards, gather_while_running, map_part

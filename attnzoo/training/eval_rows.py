@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnzoo.evaluation.corpus import add_repeats
-from attnzoo.evaluation.data import EvalBatch, Packing
+from attnzoo.evaluation.corpus import Repeat
+from attnzoo.evaluation.data import EvalBatch, rows_with_repeats
 from attnzoo.evaluation.generation import make_generation_batch
 from attnzoo.evaluation.recall_rows import Encode
-from attnzoo.training.data import IGNORE_INDEX, MIN_REPEAT_LENGTH, Rows
+from attnzoo.evaluation.rows import Rows
 
 
 def rows_to_eval_batch(rows: Rows, count: int, encode: Encode | None = None) -> EvalBatch:
@@ -26,56 +26,42 @@ def rows_to_eval_batch(rows: Rows, count: int, encode: Encode | None = None) -> 
         count: Number of rows.
         encode: Returns the tokens of a string; needed to measure generation.
     """
-    if rows.labels is not None:
-        return _completion_batch(rows, count, encode)
-    length = rows.tokens.shape[1]
-    plain, positions = select_rows(rows, count)
-    repeated, repeats = plain.clone(), []
-    if length >= MIN_REPEAT_LENGTH:
-        repeats = add_repeats(repeated, torch.Generator().manual_seed(0))
-    packing = None
-    if (positions == 0).sum() > len(positions):  # a document begins inside of a row
-        packing = Packing(positions, plain.masked_fill(positions == 0, IGNORE_INDEX))
+    held_out = select_rows(rows, count)
+    repeated: Rows | None = None
+    repeats: list[Repeat] = []
+    if rows.labels is None:
+        repeated, repeats = rows_with_repeats(held_out, torch.Generator().manual_seed(0))
     return EvalBatch(
-        tokens=plain,
-        repeat_tokens=repeated,
-        repeats=[repeat for repeat in repeats if repeat is not None],
-        bytes_per_token=rows.bytes_per_token,
-        stream=plain.flatten(),
+        rows=held_out,
+        repeated=repeated,
+        repeats=repeats,
+        stream=held_out.tokens.flatten(),
         generation=None
         if encode is None
-        else make_generation_batch(rows.stream, encode, length, plain),
-        packing=packing,
+        else make_generation_batch(_whole_documents(rows), encode, rows.length, held_out),
     )
 
 
-def _completion_batch(rows: Rows, count: int, encode: Encode | None) -> EvalBatch:
-    """Return held-out rows of whole examples, of which the completions are evaluated."""
-    assert rows.labels is not None
-    tokens, positions = rows.tokens[:count].long(), rows.positions[:count].long()
-    labels = rows.labels[:count].masked_fill(positions == 0, IGNORE_INDEX)
-    length = tokens.shape[1]
-    return EvalBatch(
-        tokens=tokens,
-        repeat_tokens=tokens.clone(),
-        repeats=[],
-        bytes_per_token=rows.bytes_per_token,
-        stream=tokens.flatten(),
-        generation=None if encode is None else make_generation_batch(rows.stream, encode, length),
-        packing=Packing(positions, labels),
-    )
+def _whole_documents(rows: Rows) -> list[Tensor]:
+    """Return the documents of a text, also those that are longer than a row."""
+    if rows.starts is None:
+        return rows.documents()
+    return [x for x in rows.stream.tensor_split(rows.starts.long()) if len(x)]
 
 
-def select_rows(rows: Rows, count: int) -> tuple[Tensor, Tensor]:
-    """Return ``count`` rows that do not overlap, and the positions of their tokens, ``[N, T]``.
+def select_rows(rows: Rows, count: int) -> Rows:
+    """Return ``count`` rows that do not overlap.
 
-    They begin with documents as far as there are documents, spread evenly over the text.
+    They begin with documents as far as there are documents, spread evenly over the text; rows of
+    whole examples are the first ones.
 
     Args:
         rows: Packed rows of documents.
         count: N; fewer rows if the text has no more.
     """
-    length, total = rows.tokens.shape[1], rows.tokens.numel()
+    if rows.labels is not None:
+        return rows.select(slice(count))
+    length, total = rows.length, rows.tokens.numel()
     starts = [] if rows.starts is None else rows.starts.tolist()
     found: list[int] = []
     for start in starts:
@@ -89,7 +75,11 @@ def select_rows(rows: Rows, count: int) -> tuple[Tensor, Tensor]:
     index = torch.tensor(chosen)[:, None] + torch.arange(length)
     place = torch.arange(length)
     restarts = torch.where(begins[index], place, 0).cummax(1).values
-    return rows.tokens.flatten()[index].long(), place - restarts
+    return Rows(
+        tokens=rows.tokens.flatten()[index].long(),
+        positions=place - restarts,
+        bytes_per_token=rows.bytes_per_token,
+    )
 
 
 def _spread(values: list[int], count: int) -> list[int]:

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from attnzoo.errors import ConfigError, SpecError
-from attnzoo.evaluation.data import EvalBatch, string_tokenizer
+from attnzoo.evaluation.data import EvalBatch, StringTokenizer
 from attnzoo.evaluation.equal_memory import EqualWindow
 from attnzoo.evaluation.harness import Harness, HarnessTasks
 from attnzoo.evaluation.kernel_checks import check_model_kernels
@@ -173,8 +173,8 @@ class Judge:
         self.config, self.log = config, log
         self.lines: dict[str, Any] = {}
         _, held_out = load_rows(path, data, column, config)
-        self.batch = rows_to_eval_batch(held_out, config.judged_rows, string_tokenizer(path))
-        log(f"{len(self.batch.tokens)} held-out rows")
+        self.batch = rows_to_eval_batch(held_out, config.judged_rows, StringTokenizer(path))
+        log(f"{len(self.batch.rows)} held-out rows")
         self.long_batches = make_long_batches(
             path,
             lambda length: load_rows(path, data, column, replace(config, row_length=length))[1],

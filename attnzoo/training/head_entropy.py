@@ -234,8 +234,7 @@ def _held_out_texts(run: Any) -> dict[str, Tensor]:
         longest = int(found["attention_mask"][rows].sum(1).max())
         columns = slice(min(TOKENS, longest)) if run.texts.attention_mask[:, 0].all() else columns
     else:
-        found = {"input_ids": run.eval_batch.tokens}
-        if run.eval_batch.packing is not None:
-            found["position_ids"] = run.eval_batch.packing.positions
+        held_out = run.eval_batch.rows
+        found = {"input_ids": held_out.tokens, "position_ids": held_out.positions}
     device = run.accelerator.device
     return {name: x[rows, columns].to(device) for name, x in found.items()}

@@ -14,8 +14,8 @@ from attnzoo.errors import AttnzooError
 from attnzoo.evaluation.data import EvalBatch
 from attnzoo.evaluation.equal_memory import EqualWindow, equal_window
 from attnzoo.evaluation.models import max_positions
+from attnzoo.evaluation.rows import Rows
 from attnzoo.spec import AttentionSpec
-from attnzoo.training.data import Rows
 from attnzoo.training.documents import DataError
 from attnzoo.training.eval_rows import rows_to_eval_batch
 from attnzoo.training.quality import Quality, as_dicts
@@ -58,9 +58,9 @@ def make_long_batches(
             log(f"{length} tokens are not evaluated: of the held-out text, {error}")
             continue
         batch = rows_to_eval_batch(rows, count)
-        if len(batch.tokens) < LEAST_ROWS:
+        if len(batch.rows) < LEAST_ROWS:
             log(
-                f"{length} tokens are not evaluated: the held-out text has {len(batch.tokens)} "
+                f"{length} tokens are not evaluated: the held-out text has {len(batch.rows)} "
                 f"rows of that length, and {LEAST_ROWS} are the least; give more text"
             )
             continue

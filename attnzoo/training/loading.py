@@ -15,13 +15,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.data import load_tokenizer
 from attnzoo.evaluation.models import require_causal
+from attnzoo.evaluation.rows import Rows
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.names import NAME
 from attnzoo.hf.saving.files import read_config
 from attnzoo.hf.swap.backends import extras_are_new
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.completions import example_of, pack_completions
-from attnzoo.training.data import Rows, pack, with_repeats
+from attnzoo.training.data import pack, with_repeats
 from attnzoo.training.documents import DataError, Extract, read_documents, split_documents
 from attnzoo.training.four_bits import config_of_4_bits
 from attnzoo.training.streaming import stream_documents

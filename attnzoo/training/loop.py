@@ -25,12 +25,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from attnzoo.errors import AttnzooError, ConfigError
+from attnzoo.evaluation.rows import Rows
 from attnzoo.hf.context_parallel import context_parallel
 from attnzoo.runtime.activation_offload import offload_activations
 from attnzoo.training.best_state import BestState, LastState, random_state_kept
 from attnzoo.training.checkpoints import Checkpoints, explain_write_errors
 from attnzoo.training.compiled import CompiledLayers
-from attnzoo.training.data import Rows
 from attnzoo.training.frozen_weights import narrow_again, widen
 from attnzoo.training.head_entropy import HEADS, EntropyLog
 from attnzoo.training.json_lines import append_line, read_lines, truncate_lines

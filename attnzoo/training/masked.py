@@ -23,9 +23,9 @@ from attnzoo.evaluation.data import load_tokenizer
 from attnzoo.evaluation.embeddings import Texts
 from attnzoo.evaluation.margins import mean_of, paired
 from attnzoo.evaluation.quality import contributions, require_finite
+from attnzoo.evaluation.rows import IGNORE_INDEX
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.saving.files import read_config
-from attnzoo.training.data import IGNORE_INDEX
 from attnzoo.training.encoder import EncoderRun
 from attnzoo.training.loading import load_model
 from attnzoo.training.loop import Loss

@@ -24,7 +24,8 @@ from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.equal_memory import layer_cache_bytes, saved_cache_bytes
 from attnzoo.evaluation.margins import mean_of, paired
 from attnzoo.evaluation.models import max_positions, require_causal
-from attnzoo.evaluation.quality import require_finite
+from attnzoo.evaluation.quality import contributions, require_finite
+from attnzoo.evaluation.rows import Rows, predictions
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.saving.dtype import saved_dtype
 from attnzoo.hf.swap.convert import restore, swap
@@ -207,7 +208,7 @@ class Planner:
 
     Args:
         model: A model that is not swapped.
-        rows: Tokens to measure on, ``[B, T]``.
+        rows: Rows to measure on; each document is measured as if it were alone.
         candidates: Specs of one backend each, by name.
         window: Distance in tokens of ``LayerMeasure.beyond``.
         positions: Number of positions of the model; ``None`` without a limit.
@@ -224,7 +225,7 @@ class Planner:
     def __init__(
         self,
         model: PreTrainedModel,
-        rows: Tensor,
+        rows: Rows,
         candidates: Mapping[str, AttentionSpec],
         *,
         window: int = 32,
@@ -281,11 +282,16 @@ class Planner:
             NonFiniteError: The predictions are not finite.
         """
         names = ", ".join(f"{name} in layer {number}" for number, name in sorted(chosen.items()))
-        rows = self.token_divergences(self.make_spec(chosen), chosen).mean(1)
+        rows = self._of_rows(self.token_divergences(self.make_spec(chosen), chosen))
         require_finite(
             float(rows.mean()), f"KL of the predictions with {names or 'exact attention'}"
         )
         return rows
+
+    def _of_rows(self, kl: Tensor) -> Tensor:
+        """Return the contribution of each row to the mean of token divergences, ``[B]``."""
+        counted = self.rows.counted
+        return torch.tensor(contributions([x[own] for x, own in zip(kl, counted, strict=True)]))
 
     @torch.no_grad()
     def token_divergences(self, spec: AttentionSpec, chosen: Mapping[int, str]) -> Tensor:
@@ -377,13 +383,14 @@ class Planner:
         Raises:
             SpecError: No candidate is left.
         """
+        longest = max(map(len, self.rows.documents()))
         whole = sum(self.cache_sizes(AttentionSpec(EXACT), length).values())
         for name in list(self.candidates):
             self.on_step(f"what {name} saves")
             spec, chosen = self._everywhere(name)
             kl = self.token_divergences(spec, chosen)
             size = sum(self.cache_sizes(spec, length).values())
-            reason = why_not_judged(kl) or self._why_useless(name, size, whole, length)
+            reason = why_not_judged(kl, self.rows) or self._why_useless(name, size, whole, length)
             if reason:
                 self.left_out[name] = reason
                 del self.candidates[name]
@@ -391,12 +398,12 @@ class Planner:
             self.cache_bytes[name] = size
             window = None if size >= whole else max(1, size * length // whole)
             rows: list[float] = []
-            if window is not None and window < self.rows.shape[1]:
+            if window is not None and window < longest:
                 layers = {
                     str(n): {"backend": EXACT, "options": {"window": window}} for n in self.numbers
                 }
                 equal = AttentionSpec(EXACT, layers=layers)
-                rows = self.token_divergences(equal, {}).mean(1).tolist()
+                rows = self._of_rows(self.token_divergences(equal, {})).tolist()
             self.summaries.append(
                 Candidate(
                     name=name,
@@ -404,7 +411,7 @@ class Planner:
                     own_window=getattr(spec.layers[str(self.numbers[0])].config, "window", None),
                     cache_bytes=size,
                     exact_bytes=whole,
-                    kl_rows=kl.mean(1).tolist(),
+                    kl_rows=self._of_rows(kl).tolist(),
                     window=window,
                     window_rows=rows,
                 )
@@ -422,8 +429,8 @@ class Planner:
         if size < whole:
             return ""
         timed = length if self.positions is None else min(length, self.positions)
-        spec, _ = self._everywhere(name)
-        faster = forward_speedup(self.model, spec, EXACT, self.rows, timed)
+        spec, tokens = self._everywhere(name)[0], self.rows.tokens
+        faster = forward_speedup(self.model, spec, EXACT, tokens, timed)
         if faster.is_positive:
             return ""
         return (
@@ -434,28 +441,28 @@ class Planner:
 
     @torch.no_grad()
     def attention_statistics(self) -> dict[int, tuple[float, float]]:
-        """Return each layer's mean attention beyond the window and mean entropy."""
+        """Return each layer's mean attention beyond the window, of late queries, and entropy."""
         self.on_step("attention weights")
         swap(self.model, "softmax")
-        try:  # row by row: the weights of all layers are in memory
-            rows = [self._statistics_of_row(row) for row in self.rows.split(1)]
+        try:  # one by one: the weights of all layers are in memory
+            documents = self.rows.documents()
+            sums = torch.stack([self._sum_statistics(x) for x in documents]).sum(0)  # [layers, 2]
         finally:
             restore(self.model)
-        means = torch.tensor(rows, dtype=torch.float64).mean(0)  # [layers, 2]
-        return {n: (float(x), float(y)) for n, (x, y) in zip(self.numbers, means, strict=True)}
+        late = max(1, sum(max(0, len(x) - self.window) for x in documents))
+        means = (sums / torch.tensor([late, sum(map(len, documents))])).tolist()
+        return {n: (x, y) for n, (x, y) in zip(self.numbers, means, strict=True)}
 
-    def _statistics_of_row(self, row: Tensor) -> list[tuple[float, float]]:
-        weights = self.model(row, use_cache=False, output_attentions=True).attentions
-        assert weights is not None
+    def _sum_statistics(self, document: Tensor) -> Tensor:
+        """Return sums over the queries of a document, ``[layers, 2]``, float64."""
+        output: Any = self.model(document[None], use_cache=False, output_attentions=True)
         statistics = []
-        for weight in weights:
-            index = torch.arange(weight.shape[-1], device=weight.device)
-            far = index[:, None] - index >= self.window
-            late = weight[..., self.window :, :]  # queries with keys beyond the window
-            beyond = (late * far[self.window :]).sum(-1).mean() if late.numel() else torch.zeros(())
-            entropy = torch.special.entr(weight.float()).sum(-1).mean() / math.log(2)
-            statistics.append((float(beyond), float(entropy)))
-        return statistics
+        for weight in output.attentions:
+            far = torch.ones_like(weight[0, 0]).tril(-self.window)  # keys beyond the window
+            entropy = torch.special.entr(weight.float()).sum(-1) / math.log(2)
+            sums = [x.mean((0, 1)).sum().double() for x in ((weight * far).sum(-1), entropy)]
+            statistics.append(torch.stack(sums))
+        return torch.stack(statistics).cpu()
 
     def _refuse_untrained(self) -> None:
         """Raise an error for a candidate that transfer would train, beside a trained one."""
@@ -478,8 +485,7 @@ class Planner:
         swap(self.model, self.make_spec(dict.fromkeys(self.numbers, candidate)))
         try:
             self.on_step(f"gates, {candidate}")
-            positions = torch.arange(self.rows.shape[1]).expand_as(self.rows)
-            calibrate(self.model, self.rows, positions)
+            calibrate(self.model, self.rows)
             layers = calibrated_layers(self.model)
             return {name: backend.state_dict() for name, backend in layers.items()}
         finally:
@@ -487,7 +493,7 @@ class Planner:
 
     @torch.no_grad()
     def _logits(self) -> list[Tensor]:
-        return [self.model(rows, use_cache=False).logits for rows in self.rows.split(4)]
+        return [logits for _, logits in predictions(self.model, self.rows, 4)]
 
 
 class Budget(Protocol):
@@ -502,7 +508,7 @@ class Budget(Protocol):
 
 def make_plan(
     path: Path,
-    rows: Tensor,
+    rows: Rows,
     candidates: Mapping[str, AttentionSpec],
     *,
     keep_softmax: float = 0.25,
@@ -516,7 +522,7 @@ def make_plan(
 
     Args:
         path: Folder of a saved causal model that is not swapped.
-        rows: Tokens to measure on, ``[B, T]``.
+        rows: Rows to measure on; each document is measured as if it were alone.
         candidates: Specs of one backend each, by name.
         keep_softmax: Fraction or number of layers that keep softmax; not used with a budget.
         budget: A limit such as :class:`attnzoo.training.budget.CacheBudget`.
@@ -535,7 +541,7 @@ def make_plan(
     require_causal(path, "a plan measures text prediction")
     limit = max_positions(path)
     if target_length is None:
-        target_length = max(rows.shape[1], min(TARGET_LENGTH, limit or TARGET_LENGTH))
+        target_length = max(rows.length, min(TARGET_LENGTH, limit or TARGET_LENGTH))
     specs = [*candidates.values(), *([] if transferred is None else [transferred.spec])]
     for spec in specs:  # before anything is measured
         saved_cache_bytes(path, spec, target_length)

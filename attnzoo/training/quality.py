@@ -33,10 +33,12 @@ class Quality:
 
     Attributes:
         loss: Cross-entropy on plain text, in bits per byte.
-        recall: On the second copy of a repeated segment; ``None`` if rows are too short.
+        recall: On the second copy of a repeated segment; ``None`` if documents are too short, or
+            if it is worse than that of a uniform guess.
         unigram: Loss of a model that knows only how frequent each token of the rows is.
         loss_rows: The contribution of each row to ``loss``, which is their mean.
         recall_rows: The same of ``recall``.
+        notes: Why numbers are left out.
     """
 
     loss: float
@@ -49,6 +51,7 @@ class Quality:
     loss_rows: Sequence[float] = ()
     recall_rows: Sequence[float] = ()
     agreement_rows: Sequence[float] = ()
+    notes: Sequence[str] = ()
 
     def recovered(
         self, softmax: Quality, window: Quality
@@ -78,18 +81,17 @@ def evaluate_rows(
     model.eval()
     batch = batch.to(next(model.parameters()).device)
     result = measure_quality(model, batch)
-    generated = (
-        {}
-        if batch.generation is None
-        else asdict(measure_generation(model, batch.generation, is_original=is_original))
-    )
+    generated: dict[str, Any] = {}
+    if batch.generation is not None:
+        generated = asdict(measure_generation(model, batch.generation, is_original=is_original))
     model.train(training)
     return Quality(
         loss=result.bits_per_byte,
         recall=result.recall_bits_per_byte,
-        unigram=unigram_bits_per_byte(batch),
+        unigram=unigram_bits_per_byte(batch.rows),
         loss_rows=result.loss_rows,
         recall_rows=result.recall_rows,
+        notes=[*result.notes, *generated.pop("notes", [])],
         **generated,
     )
 

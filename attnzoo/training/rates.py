@@ -25,6 +25,8 @@ import torch
 from accelerate.utils import broadcast_object_list
 from torch import nn
 
+from attnzoo.evaluation.quality import contributions
+from attnzoo.evaluation.rows import Rows, predictions
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.swap.convert import original_attention
 from attnzoo.report.atomic_write import atomic_write
@@ -34,6 +36,7 @@ from attnzoo.training.transfer import evaluation_mode
 
 FAR = 0.1  # nats
 LEAST = 0.03  # smallest factor
+JUDGED = 16  # held-out rows at most
 FILE = "rates.json"  # in the folder of the checkpoints, for a resumed run
 
 
@@ -43,22 +46,31 @@ def rate_factor(kl: float) -> float:
 
 
 @torch.no_grad()
-def held_out_divergence(model: Any, tokens: torch.Tensor, original: Any = None) -> float:
-    """Return the mean KL of a swapped model's predictions from those with softmax, in nats.
+def row_divergences(model: Any, rows: Rows, original: Any = None) -> list[float]:
+    """Return the KL of a swapped model's predictions from those with softmax, in nats, of each row.
 
     Args:
         model: A swapped causal model, or any with ``original``.
-        tokens: Held-out rows, ``[B, T]``.
+        rows: Held-out rows.
         original: The model with softmax, where it is another one.
+
+    Returns:
+        The contribution of each row to the KL of all predictions, which is their mean.
     """
-    total, device = 0.0, next(model.parameters()).device
+    found = []
     with evaluation_mode(model):
-        for row in tokens.split(1):
-            row = row.to(device)
+        for row in rows.split(1):
             with original_attention(model) if original is None else nullcontext():
-                teacher = (original or model)(row, use_cache=False).logits
-            total += float(token_divergence(model(row, use_cache=False).logits, teacher).mean())
-    return total / len(tokens)
+                ((_, teacher),) = predictions(original or model, row, 1)
+            ((_, student),) = predictions(model, row, 1)
+            found.append(token_divergence(student, teacher)[row.counted.to(student.device)])
+    return contributions(found)
+
+
+def held_out_divergence(model: Any, rows: Rows, original: Any = None) -> float:
+    """Return the mean KL of :func:`row_divergences`, in nats."""
+    found = row_divergences(model, rows, original)
+    return math.fsum(found) / len(found)
 
 
 def parameter_groups(
@@ -97,7 +109,7 @@ def distillation_factor(run: Any, model: Any) -> float:
     known = json.loads(path.read_text("utf-8")) if main and path.is_file() else None
     (known,) = broadcast_object_list([known])
     if known is None:
-        rows = run.eval_batch.tokens[:16]
+        rows = run.eval_batch.rows.select(slice(JUDGED))
         with run.shards.running(model):
             kl = held_out_divergence(model, rows, run.teacher)
         known = {"kl": kl, "factor": rate_factor(kl)}

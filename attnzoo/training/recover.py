@@ -296,9 +296,8 @@ def _calibrate(run: Run, config: RecoverConfig) -> list[dict[str, Any]]:
     if not config.calibration_rows or not calibrated_layers(run.model):
         return []
     rows, count = run.loop.rows, config.calibration_rows
-    tokens, positions = rows.tokens[:count].long(), rows.positions[:count].long()
     with run.shards.running(run.model):
-        layers = calibrate(run.model, tokens, positions)
+        layers = calibrate(run.model, rows.select(slice(count)))
     if not layers:
         run.log("gates are not calibrated: no row is longer than the window")
     for x in layers:

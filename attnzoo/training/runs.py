@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnzoo.errors import ConfigError, SpecError
-from attnzoo.evaluation.data import EvalBatch, string_tokenizer
+from attnzoo.evaluation.corpus import MIN_REPEAT_LENGTH
+from attnzoo.evaluation.data import EvalBatch, StringTokenizer
 from attnzoo.evaluation.equal_memory import EqualWindow
 from attnzoo.evaluation.kernel_checks import check_model_kernels
 from attnzoo.evaluation.quality import NonFiniteError
@@ -38,7 +39,6 @@ from attnzoo.training.checkpoints import (
     Checkpoints,
     check_run_folder,
 )
-from attnzoo.training.data import MIN_REPEAT_LENGTH
 from attnzoo.training.eval_rows import rows_to_eval_batch
 from attnzoo.training.frozen_weights import require_frozen_weights
 from attnzoo.training.lengths import (
@@ -328,16 +328,16 @@ class Run:
 
     def set_eval_data(self, held_out: Any) -> None:
         """Set the held-out rows that models are evaluated on."""
-        if self.config.train_on == "completions":
-            self.log("the loss is that of completions; recall is not measured")
-        elif self.config.row_length < MIN_REPEAT_LENGTH:
-            self.log(f"recall is not measured: rows have fewer than {MIN_REPEAT_LENGTH} tokens")
         batch = rows_to_eval_batch(
             held_out,
             self.config.judged_rows,
             # fine-tuning is meant to change what the model generates
-            string_tokenizer(self.path) if self.command == "recover" else None,
+            StringTokenizer(self.path) if self.command == "recover" else None,
         )
+        if self.config.train_on == "completions":
+            self.log("the loss is that of completions; recall is not measured")
+        elif batch.repeated is None:
+            self.log(f"recall is not measured: no row has {MIN_REPEAT_LENGTH} tokens of a document")
         with self.shards.running(self.model):
             batch = with_original_continuations(self.model, batch, self.teacher)
         self.eval_batch: EvalBatch = batch.to(torch.device("cpu"))

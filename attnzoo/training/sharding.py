@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from attnzoo.errors import ConfigError
-from attnzoo.training.data import IGNORE_INDEX
+from attnzoo.evaluation.rows import IGNORE_INDEX
 
 SECONDS_UNTIL_SEEN = 60.0  # NFS keeps that a file does not exist for up to acdirmax, 60 s
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.quality import require_finite
+from attnzoo.evaluation.rows import Rows, predictions
 from attnzoo.hf.models.speed_up import speed_up
 from attnzoo.hf.stock.layer_inputs import softmax_layer
 from attnzoo.hf.stock.recurrent import recurrent_layers, student_weights
@@ -86,7 +87,7 @@ class StudentPlanner:
     Args:
         teacher: The teacher in evaluation mode; its outputs change only inside of a measurement.
         student: A student of it after transfer.
-        rows: Tokens to measure on, ``[B, T]``.
+        rows: Rows to measure on; each document is measured as if it were alone.
         on_step: Called with a description of each measurement.
     """
 
@@ -94,7 +95,7 @@ class StudentPlanner:
         self,
         teacher: nn.Module,
         student: nn.Module,
-        rows: Tensor,
+        rows: Rows,
         on_step: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.teacher, self.rows, self.on_step = teacher, rows, on_step
@@ -119,7 +120,8 @@ class StudentPlanner:
         with self._recurrent(numbers):
             found = self._logits()
         pairs = zip(found, self.exact, strict=True)
-        value = float(torch.cat([token_divergence(*pair) for pair in pairs]).mean())
+        kl = torch.cat([token_divergence(*pair) for pair in pairs])
+        value = float(kl[self.rows.counted.to(kl.device)].mean())
         require_finite(value, f"KL of the predictions with layers {numbers} recurrent")
         return value
 
@@ -156,13 +158,13 @@ class StudentPlanner:
 
     @torch.no_grad()
     def _logits(self) -> list[Tensor]:
-        return [self.teacher(x, use_cache=False).logits for x in self.rows.split(BATCH)]
+        return [logits for _, logits in predictions(self.teacher, self.rows, BATCH)]
 
 
 def plan_student(
     path: Path,
     run: Path,
-    rows: Tensor,
+    rows: Rows,
     *,
     to: str,
     keep_softmax: float = 0.25,
@@ -174,7 +176,7 @@ def plan_student(
         path: Folder of the teacher.
         run: Folder of the student: a run of ``recover STUDENT --teacher DIR`` with transfer only.
             Its full layers keep softmax.
-        rows: Tokens to measure on, ``[B, T]``.
+        rows: Rows to measure on; each document is measured as if it were alone.
         to: The family of the student.
         keep_softmax: Fraction or number of layers that keep softmax, of all layers.
         on_step: Called with a description of each measurement.

@@ -30,11 +30,24 @@ def verdict(lines: Mapping[str, Quality]) -> str:
     generated = _generated(result, window)
     if worse:
         text = f"The result is worse than its window alone: {' and '.join(worse)}. {REMEDY}"
-        return " ".join(filter(None, [text, generated]))
+        return " ".join(filter(None, [text, generated, left_out(lines)]))
     closed = _closed_gaps(result, softmax, window)
     same = "" if closed.startswith(NO_GAP) else _no_difference(result, window)
-    parts = [generated, closed, same, _above_all(result, softmax)]
+    parts = [generated, closed, same, _above_all(result, softmax), left_out(lines)]
     return " ".join(filter(None, parts))
+
+
+def left_out(lines: Mapping[str, Quality]) -> str:
+    """Return why numbers are left out, or ""."""
+    found: dict[str, list[str]] = {}
+    for name, line in lines.items():
+        for note in line.notes:
+            found.setdefault(note, []).append(name)
+    sentences = []
+    for note, names in found.items():
+        whose = "" if len(names) == len(lines) else f"Of {_join(names)}: "
+        sentences.append(f"{whose}{note}." if whose else f"{note[0].upper()}{note[1:]}.")
+    return " ".join(sentences)
 
 
 def unable(softmax: Quality) -> str:

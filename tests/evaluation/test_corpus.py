@@ -15,6 +15,7 @@ from attnzoo.evaluation.corpus import (
     join,
     place_repeat,
 )
+from attnzoo.evaluation.rows import Rows
 from attnzoo.tasks import documents
 from tools.python_text import standard_library_files
 
@@ -63,9 +64,9 @@ def test_copies_keep_their_distance(length):
 
 def test_second_copy_equals_the_first_and_the_rest_stays():
     generator = torch.Generator().manual_seed(0)
-    rows = cut_rows(torch.randint(0, 256, (5000,), generator=generator), 6, 512, generator)
-    before = rows.clone()
-    for row, old, repeat in zip(rows, before, add_repeats(rows, generator), strict=True):
+    rows = cut_rows([torch.randint(0, 256, (5000,), generator=generator)], 6, 512, generator)
+    before = rows.tokens.clone()
+    for row, old, repeat in zip(rows.tokens, before, add_repeats(rows, generator), strict=True):
         first = slice(repeat.first, repeat.first + repeat.length)
         second = slice(repeat.second, repeat.second + repeat.length)
         assert torch.equal(row[second], row[first])
@@ -75,13 +76,13 @@ def test_second_copy_equals_the_first_and_the_rest_stays():
 
 def test_share_leaves_rows_alone():
     generator = torch.Generator().manual_seed(0)
-    repeats = add_repeats(torch.zeros(200, 512), generator, share=0.5)
+    repeats = add_repeats(Rows.of_documents(torch.zeros(200, 512)), generator, share=0.5)
     assert 60 < sum(r is None for r in repeats) < 140
 
 
 def test_a_short_text_is_refused():
     with pytest.raises(ValueError, match=r"has 5 tokens, but one row needs 10"):
-        cut_rows(torch.zeros(5), 1, 10, torch.Generator())
+        cut_rows([torch.zeros(5)], 1, 10, torch.Generator())
 
 
 def test_training_tokens_are_the_tokenizers_own():

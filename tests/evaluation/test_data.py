@@ -7,10 +7,10 @@ from attnzoo.evaluation.models import embedded_model_path, max_positions
 
 def test_rows_and_repeats_of_the_embedded_model():
     batch = make_eval_batch(embedded_model_path(), None, rows=4, row_length=256, stream_length=300)
-    assert batch.tokens.shape == batch.repeat_tokens.shape == (4, 256)
-    assert batch.bytes_per_token == 1.0  # one token per byte
+    assert batch.rows.tokens.shape == batch.repeated.tokens.shape == (4, 256)
+    assert batch.rows.bytes_per_token == 1.0  # one token per byte
     assert len(batch.stream) == 300
-    for row, repeat in zip(batch.repeat_tokens, batch.repeats, strict=True):
+    for row, repeat in zip(batch.repeated.tokens, batch.repeats, strict=True):
         first = row[repeat.first : repeat.first + repeat.length]
         assert first.equal(row[repeat.second : repeat.second + repeat.length])
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import attnzoo
-from attnzoo.evaluation.data import make_eval_batch, read_text, string_tokenizer
+from attnzoo.evaluation.data import StringTokenizer, make_eval_batch, read_text
 from attnzoo.evaluation.generation import correct_tokens
 from attnzoo.evaluation.models import embedded_model_path, load_swapped
 from attnzoo.evaluation.quality import measure_quality
@@ -124,17 +124,17 @@ def test_bits_per_byte_is_the_loss_that_transformers_reports():
     batch = make_eval_batch(path, None, rows=8, row_length=128, stream_length=8)
     result = measure_quality(model, batch)
     with torch.no_grad():
-        loss = model(batch.tokens, labels=batch.tokens).loss.item()
+        loss = model(batch.rows.tokens, labels=batch.rows.tokens).loss.item()
     assert result.bits_per_byte == pytest.approx(loss / math.log(2), abs=1e-4)
 
 
 def test_the_long_model_repeats_numbers_that_a_window_loses():
     path = embedded_model_path("embedded-long")
-    tokenizer = string_tokenizer(path)
+    tokenizer = StringTokenizer(path)
     tokens = tokenizer(read_text(None))
     distance, rows = 1024, 4
     needles = Needles(tokenizer, rows)
-    prompts = needles.rows(tokens, distance, torch.Generator().manual_seed(0))
+    prompts = needles.rows([tokens], distance, torch.Generator().manual_seed(0))
     found = {}
     for window in (None, 256):
         model = load_swapped(path, AttentionSpec("flash", window=window))

@@ -16,6 +16,7 @@ from attnzoo.compare.run import read_model_info
 from attnzoo.evaluation.decoding import layer_bytes
 from attnzoo.evaluation.equal_memory import equal_window, saved_cache_bytes
 from attnzoo.evaluation.models import spec_label
+from attnzoo.evaluation.rows import Rows
 from attnzoo.training.plan import Planner
 
 
@@ -110,7 +111,7 @@ def test_all_that_count_bytes_give_those_allocated(half, name, length):
     spec = SPECS[name]
     model = hf.AutoModelForCausalLM.from_pretrained(half, dtype=torch.float32)  # as plan loads it
     rows = torch.zeros(1, 9, dtype=torch.long)
-    planner = Planner(model, rows, {"x": spec}, dtype=torch.bfloat16)
+    planner = Planner(model, Rows.of_documents(rows), {"x": spec}, dtype=torch.bfloat16)
     (case,) = make_cases(
         *([spec], [length]),
         **{"levels": ["model"], "mode": "decode", "tokens": 0, "batch": None},

@@ -15,6 +15,7 @@ from attnzoo.evaluation.generation import (
     measure_generation,
     with_reference,
 )
+from attnzoo.evaluation.rows import Rows
 
 
 def encode(text):
@@ -56,15 +57,15 @@ def test_continuations_equal_a_loop_of_whole_passes(model):
     with torch.no_grad():
         for _ in range(12):
             rows = torch.cat([rows, model(rows).logits[:, -1:].argmax(-1)], 1)
-    assert torch.equal(continue_greedily(model, prompts, 12), rows[:, 10:])
+    assert torch.equal(continue_greedily(model, Rows.of_documents(prompts), 12), rows[:, 10:])
 
 
 def test_rows_end_with_copies_and_needles(text):
-    batch = make_generation_batch(text, encode, 400)
-    assert (batch.prompts.shape, batch.new_tokens, batch.distance) == ((16, 336), 64, 256)
-    copy, first = batch.copies[:, -48:], batch.copies[:, -48 - 256 : -256]
+    batch = make_generation_batch([text], encode, 400)
+    assert (batch.prompts.tokens.shape, batch.new_tokens, batch.distance) == ((16, 336), 64, 256)
+    copy, first = batch.copies.tokens[:, -48:], batch.copies.tokens[:, -48 - 256 : -256]
     assert torch.equal(copy, first)
-    for row, needle in enumerate(batch.needles):
+    for row, needle in enumerate(batch.needles.tokens):
         number = needle[-batch.needle_answer :]
         at = len(needle) - len(encode(f"\nPASSKEY_{row} = ")) - 7 - 256
         given = needle[at : at + len(encode(f"\nPASSKEY_{row} = ")) + 7]
@@ -72,18 +73,18 @@ def test_rows_end_with_copies_and_needles(text):
 
 
 def test_short_rows_have_prompts_only(text):
-    batch = make_generation_batch(text, encode, 100)
+    batch = make_generation_batch([text], encode, 100)
     assert batch.copies is None
     assert batch.needles is None
-    assert (batch.prompts.shape[1], batch.new_tokens) == (50, 50)
+    assert (batch.prompts.length, batch.new_tokens) == (50, 50)
 
 
 def test_fractions_of_equal_tokens():
     reference = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
     batch = GenerationBatch(
-        prompts=torch.zeros(2, 3, dtype=torch.long),
-        copies=torch.ones(2, 60, dtype=torch.long),
-        needles=torch.ones(2, 60, dtype=torch.long),
+        prompts=Rows.of_documents(torch.zeros(2, 3, dtype=torch.long)),
+        copies=Rows.of_documents(torch.ones(2, 60, dtype=torch.long)),
+        needles=Rows.of_documents(torch.ones(2, 60, dtype=torch.long)),
         needle_answer=2,
         distance=64,
         new_tokens=4,
@@ -107,5 +108,5 @@ def test_fractions_of_equal_tokens():
 
 
 def test_a_model_agrees_with_itself(model, text):
-    batch = with_reference(make_generation_batch(text, encode, 40), model)
+    batch = with_reference(make_generation_batch([text], encode, 40), model)
     assert measure_generation(model, batch).equal_tokens == 20

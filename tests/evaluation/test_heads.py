@@ -18,6 +18,7 @@ import attnzoo
 from attnzoo.cli import main
 from attnzoo.commands import terminal
 from attnzoo.evaluation.heads import HeadStudyModel, entropy, study_heads
+from attnzoo.evaluation.rows import Rows
 from attnzoo.hf.heads.pruning import refit_outputs
 from attnzoo.report import charts
 from tests.helpers import add_noise
@@ -30,6 +31,7 @@ SIZES = {
     "vocab_size": 384,
 }
 IDS = torch.arange(3, 43).view(4, 10)
+ROWS = Rows.of_documents(IDS)
 
 
 def llama(**changes):
@@ -54,7 +56,7 @@ def bert():
 
 
 def test_gradient_importance_is_the_slope_of_the_loss():
-    study = HeadStudyModel(gpt2(), IDS)
+    study = HeadStudyModel(gpt2(), ROWS)
     found = study.gradient_importance()
     name, step = "transformer.h.1.attn", 1e-5
     for head in range(4):
@@ -70,7 +72,7 @@ def test_gradient_importance_is_the_slope_of_the_loss():
 
 def test_gradient_importance_of_embeddings():
     """The mean square along random directions is that of all directions, up to its variance."""
-    study = HeadStudyModel(bert(), IDS)
+    study = HeadStudyModel(bert(), ROWS)
     found = study.gradient_importance()
     name, step = "encoder.layer.0.attention.self", 1e-5
     exact = []
@@ -87,32 +89,35 @@ def test_gradient_importance_of_embeddings():
 
 @torch.no_grad()
 def test_ablation_is_the_loss_without_a_head():
-    study = HeadStudyModel(llama(), IDS)
+    study = HeadStudyModel(llama(), ROWS)
     found = study.ablation_importance()
     before = study.quality()
     for head in (0, 3):
         pruned = attnzoo.prune_heads(llama(), {0: [head]})
-        after = HeadStudyModel(pruned, IDS).quality()
+        after = HeadStudyModel(pruned, ROWS).quality()
         assert found["model.layers.0.self_attn"][head] == pytest.approx(after - before, abs=1e-9)
 
 
 @torch.no_grad()
 def test_biases_take_over_the_means_of_pruned_heads():
-    study, pruned = HeadStudyModel(bert(), IDS), {"encoder.layer.1.attention.self": [0, 2]}
+    study, pruned = (
+        HeadStudyModel(bert(), ROWS),
+        {"encoder.layer.1.attention.self": [0, 2]},
+    )
     with study.without(pruned):
         expected, quality = study._embeddings(), study.quality()
     other = bert()
     study.add_means(other, pruned)
     attnzoo.prune_heads(other, pruned)
-    torch.testing.assert_close(HeadStudyModel(other, IDS)._embeddings(), expected)
-    plain = HeadStudyModel(attnzoo.prune_heads(bert(), pruned), IDS)._embeddings()
+    torch.testing.assert_close(HeadStudyModel(other, ROWS)._embeddings(), expected)
+    plain = HeadStudyModel(attnzoo.prune_heads(bert(), pruned), ROWS)._embeddings()
     assert quality > float((plain * study._original).sum(1).mean())
 
 
 @torch.no_grad()
 def test_attention_statistics():
     model = llama()
-    study = HeadStudyModel(model, IDS)
+    study = HeadStudyModel(model, ROWS)
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.q_proj.weight.zero_()  # every query weighs all earlier keys equally
@@ -133,7 +138,7 @@ def test_attention_statistics():
 
 
 def test_the_least_important_heads_are_chosen():
-    study = HeadStudyModel(llama(num_key_value_heads=2), IDS)
+    study = HeadStudyModel(llama(num_key_value_heads=2), ROWS)
     importance = {
         "model.layers.0.self_attn": [1.0, 5.0, 0.1, 0.2],  # groups of 3.0 and 0.15
         "model.layers.1.self_attn": [9.0, 9.0, 2.0, 2.0],
@@ -148,7 +153,7 @@ def test_the_least_important_heads_are_chosen():
 
 
 def test_a_study_has_every_measure():
-    study = HeadStudyModel(llama(), IDS)
+    study = HeadStudyModel(llama(), ROWS)
     found = study_heads(study, window=4, fractions=[0.0, 0.5])
     assert found.quality == "loss"
     assert set(found.curve[0.5]) == {"gradient", "ablation", "random"}

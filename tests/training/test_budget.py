@@ -7,11 +7,12 @@ from transformers import DynamicCache
 import attnzoo
 from attnzoo.errors import ConfigError
 from attnzoo.evaluation.decoding import cache_bytes
+from attnzoo.evaluation.rows import Rows
 from attnzoo.hf.seam import cache_argument
 from attnzoo.training.budget import CacheBudget, layer_sizes, parse_size
 from attnzoo.training.plan import Planner
 
-ROWS = torch.randint(3, 300, (2, 40), generator=torch.Generator().manual_seed(2))
+TOKENS = torch.randint(3, 300, (2, 40), generator=torch.Generator().manual_seed(2))
 
 CANDIDATES = {
     "near": attnzoo.AttentionSpec("longformer", window=16),
@@ -24,7 +25,7 @@ def actual_bytes(model, spec, length):
     """Return the bytes of a swapped model's cache after a number of tokens."""
     attnzoo.swap(model, spec)
     cache = DynamicCache(config=model.config)
-    tokens = ROWS.flatten().repeat(length)[:length][None]
+    tokens = TOKENS.flatten().repeat(length)[:length][None]
     model(tokens, **cache_argument(cache), use_cache=True)
     attnzoo.restore(model)
     return cache_bytes(cache)
@@ -32,7 +33,7 @@ def actual_bytes(model, spec, length):
 
 @pytest.fixture
 def planner(model):
-    return Planner(model, ROWS, CANDIDATES, window=5)
+    return Planner(model, Rows.of_documents(TOKENS), CANDIDATES, window=5)
 
 
 @pytest.mark.parametrize("length", [300, 3000])

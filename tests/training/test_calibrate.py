@@ -7,6 +7,7 @@ import torch
 
 import attnzoo
 from attnzoo.errors import ConfigError
+from attnzoo.evaluation.rows import Rows
 from attnzoo.training.calibrate import calibrate
 from attnzoo.training.recover import RecoverConfig, recover
 from tests.training.test_reuse import config
@@ -16,11 +17,10 @@ DELTA = {"window": 4, "chunk_size": 8}
 
 def test_calibration_starts_the_mixing_weights_at_the_far_shares(model):
     """Only delta's gates change; the model's inputs and its mode stay as they are."""
-    tokens = torch.arange(3, 67).repeat(3, 1)
-    positions = torch.arange(64).expand(3, 64)
+    rows = Rows.of_documents(torch.arange(3, 67).repeat(3, 1))
     attnzoo.swap(model, "delta", layers={"1": "linear"}, **DELTA)
     before = {name: x.clone() for name, x in model.state_dict().items()}
-    (row,) = calibrate(model, tokens, positions)
+    (row,) = calibrate(model, rows)
     changed = {n for n, x in model.state_dict().items() if not torch.equal(x, before[n])}
     assert row["layer"] == "model.layers.0.self_attn"
     assert {name.rsplit(".", 1)[1] for name in changed} == {
@@ -30,7 +30,7 @@ def test_calibration_starts_the_mixing_weights_at_the_far_shares(model):
     assert 0 < row["beyond"] < 1
     assert 4 <= row["age"] < 64
     assert not model.training
-    assert calibrate(model, tokens[:, :4], positions[:, :4]) == []
+    assert calibrate(model, Rows.of_documents(rows.tokens[:, :4])) == []
 
 
 def test_recovery_reports_the_attention_that_gates_start_from(saved, text, tmp_path):

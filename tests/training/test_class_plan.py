@@ -9,6 +9,7 @@ import transformers as hf
 
 import attnzoo
 from attnzoo.errors import UnsupportedError
+from attnzoo.evaluation.rows import Rows
 from attnzoo.training import plan as planning
 from attnzoo.training.budget import CacheBudget
 from attnzoo.training.class_plan import OneWindow, window_candidates
@@ -23,7 +24,8 @@ def windows(spec):
 
 def test_one_size_that_changes_the_predictions_least(saved):
     """The oracle tries every size in every set of layers that fits."""
-    rows = torch.randint(3, 259, (3, 100), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(3, 259, (3, 100), generator=torch.Generator().manual_seed(0))
+    rows = Rows.of_documents(tokens)
     specs = {f"flash:window={n}": attnzoo.AttentionSpec("flash", window=n) for n in (4, 16, 48)}
     budget = OneWindow(budget=CacheBudget(bytes=TOKEN * (LENGTH + 20), length=LENGTH))
     plan = make_plan(saved, rows, specs, budget=budget, target_length=LENGTH)

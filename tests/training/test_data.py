@@ -6,8 +6,9 @@ import torch
 from transformers import AutoTokenizer
 
 from attnzoo.evaluation.models import embedded_model_path
+from attnzoo.evaluation.rows import IGNORE_INDEX
 from attnzoo.training import data
-from attnzoo.training.data import IGNORE_INDEX, pack, with_repeats
+from attnzoo.training.data import pack, with_repeats
 from attnzoo.training.documents import DataError, read_documents, split_documents
 
 

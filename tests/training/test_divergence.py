@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from attnzoo.evaluation.quality import NonFiniteError
+from attnzoo.evaluation.rows import Rows
 from attnzoo.training import plan as planning
 from attnzoo.training import runs
 from attnzoo.training.checkpoints import CheckpointError
@@ -99,7 +100,9 @@ def test_a_baseline_that_is_not_finite_is_an_error(saved, text, spec, tmp_path, 
 
 
 def test_a_plan_has_no_divergence_that_is_not_finite(model, spec, monkeypatch):
-    planner = planning.Planner(model, torch.full((1, 16), 5), {"candidate": spec})
+    planner = planning.Planner(
+        model, Rows.of_documents(torch.full((1, 16), 5)), {"candidate": spec}
+    )
     nan = torch.full((1, 16), torch.nan)
     monkeypatch.setattr(planning, "token_divergence", lambda *_: nan)
     with pytest.raises(

@@ -4,9 +4,9 @@ import itertools
 
 import torch
 
-from attnzoo.evaluation.data import Packing
 from attnzoo.evaluation.quality import measure_quality
-from attnzoo.training.data import Rows, pack
+from attnzoo.evaluation.rows import Rows
+from attnzoo.training.data import pack
 from attnzoo.training.eval_rows import rows_to_eval_batch, select_rows
 
 
@@ -30,29 +30,31 @@ def documents(*lengths):
 
 def test_rows_begin_with_documents():
     rows = documents(100, 75, 50, 90)
-    tokens, positions = select_rows(rows, 4)
+    chosen = select_rows(rows, 4)
+    tokens, positions = chosen.tokens, chosen.positions
     assert tokens[:, 0].tolist() == [1000, 2000, 3000, 4000]
     assert tokens[1].tolist() == list(range(2000, 2032))
     assert torch.equal(positions, torch.arange(32).expand(4, -1))
     batch = rows_to_eval_batch(rows, 4)
-    assert torch.equal(batch.tokens, tokens)
-    assert batch.packing is None
+    assert torch.equal(batch.rows.tokens, tokens)
+    assert not batch.rows.is_packed
 
 
 def test_other_rows_are_spread_over_the_text_and_do_not_overlap():
     rows = documents(200, 200, 200)
     flat = rows.stream.tolist()
-    tokens, _ = select_rows(rows, 9)
+    tokens = select_rows(rows, 9).tokens
     firsts = [flat.index(x) for x in tokens[:, 0].tolist()]
     assert {0, 201, 402} <= set(firsts)
     assert all(b - a >= 32 for a, b in itertools.pairwise(firsts))
     assert firsts[-1] > 450
-    assert len(select_rows(rows, 100)[0]) <= rows.tokens.numel() // 32
+    assert len(select_rows(rows, 100)) <= rows.tokens.numel() // 32
 
 
 def test_short_documents_restart_positions(model):
     rows = documents(*[12] * 20)
-    tokens, positions = select_rows(rows, 3)
+    chosen = select_rows(rows, 3)
+    tokens, positions = chosen.tokens, chosen.positions
     assert (tokens[:, 0] % 1000 == 0).all()
     for row, place in zip(tokens, positions, strict=True):
         starts = (row % 1000 == 0) & (row >= 1000)
@@ -64,11 +66,11 @@ def test_short_documents_restart_positions(model):
         starts=rows.starts,
     )
     batch = rows_to_eval_batch(short, 3)
-    assert batch.packing is not None
-    assert (batch.packing.labels[positions == 0] == -100).all()
+    assert batch.rows.is_packed
+    assert (batch.rows.targets[positions == 0] == -100).all()
     found = measure_quality(model, batch)
     losses = []  # each document alone
-    for row, place in zip(batch.tokens, positions, strict=True):
+    for row, place in zip(batch.rows.tokens, positions, strict=True):
         bounds = [*(place == 0).nonzero()[:, 0].tolist(), 32]
         for first, last in itertools.pairwise(bounds):
             one = row[None, first:last]
@@ -84,6 +86,6 @@ def test_completions_keep_whole_rows():
     labels = rows.tokens.clone()
     given = Rows(tokens=rows.tokens, positions=rows.positions, bytes_per_token=1.0, labels=labels)
     batch = rows_to_eval_batch(given, 2)
-    assert torch.equal(batch.tokens, rows.tokens[:2])
-    assert isinstance(batch.packing, Packing)
+    assert torch.equal(batch.rows.tokens, rows.tokens[:2])
+    assert torch.equal(batch.rows.targets >= 0, rows.positions[:2] > 0)
     assert batch.repeats == []

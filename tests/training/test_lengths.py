@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnzoo.evaluation.equal_memory import EqualWindow
-from attnzoo.training.data import Rows
+from attnzoo.evaluation.rows import Rows
 from attnzoo.training.evaluate_command import evaluate
 from attnzoo.training.lengths import equal_sentence, make_long_batches
 from attnzoo.training.recover import RecoverConfig, recover

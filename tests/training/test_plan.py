@@ -10,6 +10,7 @@ from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.data import make_eval_batch
 from attnzoo.evaluation.margins import speedup
 from attnzoo.evaluation.models import embedded_model_path
+from attnzoo.evaluation.rows import Rows
 from attnzoo.training import plan as plan_module
 from attnzoo.training.budget import layer_sizes
 from attnzoo.training.calibrate import calibrate
@@ -26,7 +27,8 @@ from attnzoo.training.plan import (
 from attnzoo.training.plan_report import choice_text, write_plan_page
 from attnzoo.training.recover import RecoverConfig, recover
 
-ROWS = torch.randint(3, 300, (6, 40), generator=torch.Generator().manual_seed(2))
+TOKENS = torch.randint(3, 300, (6, 40), generator=torch.Generator().manual_seed(2))
+ROWS = Rows.of_documents(TOKENS)
 CANDIDATES = {
     "near": attnzoo.AttentionSpec("longformer", window=16),
     "linear": attnzoo.AttentionSpec("linear"),
@@ -35,7 +37,7 @@ CANDIDATES = {
 
 @torch.no_grad()
 def test_measurements_equal_their_definition(model):
-    exact = model(ROWS).logits.log_softmax(-1)
+    exact = model(TOKENS).logits.log_softmax(-1)
     planner = Planner(model, ROWS, CANDIDATES, window=5)
     first, second = planner.measure()
     for measure, alone, other in ((first, 0, 1), (second, 1, 0)):
@@ -44,7 +46,7 @@ def test_measurements_equal_their_definition(model):
             data = spec.default.to_dict()
             for found, number in ((measure.alone[name], alone), (measure.restored[name], other)):
                 attnzoo.swap(model, attnzoo.AttentionSpec("flash", layers={str(number): data}))
-                swapped = model(ROWS).logits.log_softmax(-1)
+                swapped = model(TOKENS).logits.log_softmax(-1)
                 attnzoo.restore(model)
                 kl = (exact.exp() * (exact - swapped)).sum(-1).mean()
                 assert found == pytest.approx(float(kl), rel=1e-3, abs=1e-6)
@@ -52,7 +54,7 @@ def test_measurements_equal_their_definition(model):
 
 def test_attention_beyond_the_window_and_entropy(model):
     attnzoo.swap(model, "softmax")
-    weights = model(ROWS, output_attentions=True, use_cache=False).attentions
+    weights = model(TOKENS, output_attentions=True, use_cache=False).attentions
     attnzoo.restore(model)
     statistics = Planner(model, ROWS, CANDIDATES, window=5).attention_statistics()
     for number, weight in enumerate(weights):
@@ -67,13 +69,13 @@ def test_gates_of_delta_are_measured_calibrated(model):
     """Each layer's gates follow from softmax's attention, whichever other layers are swapped."""
     spec = attnzoo.AttentionSpec("delta", feature_map="squared_relu", window=5)
     planner = Planner(model, ROWS, {"delta": spec, "window": CANDIDATES["near"]})
-    exact = model(ROWS).logits.log_softmax(-1)
+    exact = model(TOKENS).logits.log_softmax(-1)
     for chosen in ({0: "delta", 1: "delta"}, {0: "window", 1: "delta"}):
         found = planner.divergence(chosen)
         attnzoo.swap(model, planner.make_spec(chosen))
-        raw = model(ROWS).logits.log_softmax(-1)
-        calibrate(model, ROWS, torch.arange(ROWS.shape[1]).expand_as(ROWS))
-        swapped = model(ROWS).logits.log_softmax(-1)
+        raw = model(TOKENS).logits.log_softmax(-1)
+        calibrate(model, ROWS)
+        swapped = model(TOKENS).logits.log_softmax(-1)
         attnzoo.restore(model)
         kl, raw_kl = ((exact.exp() * (exact - x)).sum(-1).mean() for x in (swapped, raw))
         assert found == pytest.approx(float(kl), rel=1e-3)
@@ -82,9 +84,9 @@ def test_gates_of_delta_are_measured_calibrated(model):
 
 
 def test_planner_restores_the_model(model):
-    before = model(ROWS).logits
+    before = model(TOKENS).logits
     Planner(model, ROWS, CANDIDATES, window=5).measure()
-    assert torch.equal(model(ROWS).logits, before)
+    assert torch.equal(model(TOKENS).logits, before)
     assert not hasattr(model.config, "attnzoo")
 
 
@@ -92,7 +94,7 @@ def test_greedy_choice_is_optimal_for_the_embedded_model():
     """No other choice of as many exact layers has a smaller KL."""
     path = embedded_model_path()
     model = hf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    rows = make_eval_batch(path, None, rows=3, row_length=384, stream_length=8).repeat_tokens
+    rows = make_eval_batch(path, None, rows=3, row_length=384, stream_length=8).repeated
     candidates = {"window": attnzoo.AttentionSpec("flash", window=32)}
     planner = Planner(model, rows, candidates)
     measured = planner.measure()
@@ -174,7 +176,8 @@ def test_charts_of_a_plan(model, tmp_path):
 
 
 def long_rows(length, count=4):
-    return torch.randint(3, 300, (count, length), generator=torch.Generator().manual_seed(5))
+    generator = torch.Generator().manual_seed(5)
+    return Rows.of_documents(torch.randint(3, 300, (count, length), generator=generator))
 
 
 def test_candidates_that_rows_cannot_judge_are_left_out(model):
@@ -182,7 +185,7 @@ def test_candidates_that_rows_cannot_judge_are_left_out(model):
     wide = attnzoo.AttentionSpec("longformer", window=32)
     for length, reason in (
         (32, "reads every key of rows of 32 tokens, and its loss there is 0"),
-        (48, "only the last 16 of the 48 tokens of a row have keys that it does not read"),
+        (48, "only 64 of 192 tokens of rows of 48 tokens have keys that it does not read"),
     ):
         planner = Planner(model, long_rows(length), {"wide": wide, "near": CANDIDATES["linear"]})
         planner.judge(4096)
@@ -201,7 +204,7 @@ def test_candidates_that_rows_cannot_judge_are_left_out(model):
 def test_a_vacuous_plan_is_refused(saved):
     """Rows of 40 tokens cannot tell a window of 64 from softmax, whose KL there is 0."""
     candidates = {"longformer:window=64": attnzoo.AttentionSpec("longformer", window=64)}
-    with pytest.raises(SpecError, match="rows of more than 80 tokens"):
+    with pytest.raises(SpecError, match="rows of 81 tokens or more"):
         make_plan(saved, ROWS, candidates)
 
 
@@ -215,7 +218,7 @@ def test_candidates_that_save_nothing_are_left_out(model, monkeypatch):
         planner = Planner(model, long_rows(128), candidates)
         planner.judge(256)
         assert set(planner.left_out) == left
-    assert forward_speedup(model, "flash", "flash", long_rows(64), 32).count == 6
+    assert forward_speedup(model, "flash", "flash", long_rows(64).tokens, 32).count == 6
 
 
 def test_the_window_of_equal_memory_stands_beside_a_candidate(model):

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import attnzoo
-from attnzoo.training.data import Rows
+from attnzoo.evaluation.rows import Rows
 from attnzoo.training.eval_rows import rows_to_eval_batch
 from attnzoo.training.quality import (
     Quality,
@@ -54,7 +54,7 @@ def test_short_rows_have_no_recall(model):
     batch = rows_to_eval_batch(rows(length=100), 2)
     assert batch.repeats == []
     assert evaluate_rows(model, batch).recall is None
-    assert evaluate_rows(model, rows_to_eval_batch(rows(), 2)).recall is not None
+    assert len(rows_to_eval_batch(rows(), 2).repeats) == 2
 
 
 def test_softmax_quality_of_a_swapped_model(model):

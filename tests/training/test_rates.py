@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import attnzoo
+from attnzoo.evaluation.rows import Rows
 from attnzoo.training import recover as recovery
 from attnzoo.training.loop import LoopConfig
 from attnzoo.training.rates import FAR, LEAST, held_out_divergence, rate_factor
@@ -28,7 +29,9 @@ def test_distance_equals_its_definition(model):
     attnzoo.swap(model, "flash", window=4)
     swapped = model(TOKENS).logits.double().log_softmax(-1)
     kl = (exact.exp() * (exact - swapped)).sum(-1).mean()
-    assert held_out_divergence(model, TOKENS) == pytest.approx(float(kl), rel=1e-4)
+    assert held_out_divergence(model, Rows.of_documents(TOKENS)) == pytest.approx(
+        float(kl), rel=1e-4
+    )
 
 
 def test_given_rates_are_taken_as_they_are():

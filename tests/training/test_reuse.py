@@ -8,6 +8,7 @@ import transformers as hf
 
 import attnzoo
 from attnzoo.errors import SpecError
+from attnzoo.evaluation.rows import Rows
 from attnzoo.registry import build_backend
 from attnzoo.training.candidates import with_window
 from attnzoo.training.loop import LoopConfig, read_losses
@@ -94,7 +95,7 @@ def test_a_plan_ranks_layers_after_transfer(saved, transferred, tmp_path):
     found = read_transferred(tmp_path)
     raw = hf.AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
     exact = raw(rows).logits.double().log_softmax(-1)
-    planner = Planner(raw, rows, {}, transferred=found)
+    planner = Planner(raw, Rows.of_documents(rows), {}, transferred=found)
     for measure in planner.measure():
         for swapped, kl in (
             ([measure.layer], measure.alone[found.name]),
@@ -108,7 +109,9 @@ def test_a_plan_ranks_layers_after_transfer(saved, transferred, tmp_path):
             logits = model(rows, use_cache=False).logits.double().log_softmax(-1)
             expected = float((exact.exp() * (exact - logits)).sum(-1).mean())
             assert kl == pytest.approx(expected, rel=1e-3)
-    raw_kl = Planner(raw, rows, {found.name: found.spec}).divergence({0: found.name})
+    raw_kl = Planner(raw, Rows.of_documents(rows), {found.name: found.spec}).divergence(
+        {0: found.name}
+    )
     assert (
         abs(raw_kl - planner.divergence({0: found.name})) > 2e-3 * raw_kl
     )  # beyond the tolerance above
@@ -136,7 +139,9 @@ def test_untrained_layers_are_not_compared_with_trained_ones(saved, transferred,
     model = hf.AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
     untrained = {"delta": attnzoo.AttentionSpec("delta", window=4)}
     with pytest.raises(SpecError, match="'delta' has parameters that are not trained"):
-        Planner(model, rows, untrained, transferred=read_transferred(transferred))
+        Planner(
+            model, Rows.of_documents(rows), untrained, transferred=read_transferred(transferred)
+        )
     assert not hasattr(model.config, "attnzoo")
     part = tmp_path / "part"
     spec = attnzoo.AttentionSpec("gated_linear", layers={"1": "flash"}, **OPTIONS)

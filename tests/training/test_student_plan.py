@@ -11,12 +11,14 @@ import transformers as hf
 import attnzoo
 from attnzoo.cli import main
 from attnzoo.errors import ConfigError, SpecError
+from attnzoo.evaluation.rows import Rows
 from attnzoo.hf.stock.recurrent import recurrent_layers
 from attnzoo.training.student_plan import StudentPlanner, plan_student
 from tests.training.student_pair import TEACHERS, load, run_torch_functions, write_pair
 
 QWEN = {"to": "qwen3_5_text"}
-ROWS = torch.randint(3, 259, (5, 40), generator=torch.Generator().manual_seed(0))
+TOKENS = torch.randint(3, 259, (5, 40), generator=torch.Generator().manual_seed(0))
+ROWS = Rows.of_documents(TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -37,19 +39,19 @@ def logits_of(folders, to, numbers):
     for number, layer in recurrent_layers(converted).items():
         layer.load_state_dict(transferred[number].state_dict())
     with torch.no_grad():
-        return attnzoo.speed_up(converted)(ROWS).logits.double().log_softmax(-1)
+        return attnzoo.speed_up(converted)(TOKENS).logits.double().log_softmax(-1)
 
 
 def test_the_divergence_is_that_of_a_student_with_these_layers(folders, to):
     with torch.no_grad():
-        exact = load(folders / "teacher")(ROWS).logits.double().log_softmax(-1)
+        exact = load(folders / "teacher")(TOKENS).logits.double().log_softmax(-1)
     teacher, student = load(folders / "teacher"), attnzoo.speed_up(load(folders / "student"))
     planner = StudentPlanner(teacher, student, ROWS)
     for numbers in ([0], [2], [0, 2]):
         expected = (exact.exp() * (exact - logits_of(folders, to, numbers))).sum(-1).mean()
         assert planner.divergence(numbers) == pytest.approx(float(expected), rel=1e-4)
     with torch.no_grad():
-        torch.testing.assert_close(teacher(ROWS).logits.double().log_softmax(-1), exact)
+        torch.testing.assert_close(teacher(TOKENS).logits.double().log_softmax(-1), exact)
 
 
 def test_the_layers_are_chosen_greedily(one_pair):

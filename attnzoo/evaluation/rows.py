@@ -1,0 +1,269 @@
+"""Rows of tokens with their documents, and the predictions of a causal model on them.
+
+Every loss and every measurement takes :class:`Rows`: a row may hold several documents, and each is
+predicted as if it were alone, with positions from 0. Letters: N rows, T tokens per row, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median_low
+from typing import Any, Self
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import Dataset
+
+IGNORE_INDEX = -100  # the label of tokens without a loss, as in transformers
+FIRST, SECOND = 5, 4  # tokens of the two documents that show whether a model separates documents
+
+
+def fingerprint(*tensors: Tensor) -> str:
+    """Return a hash of tensors and their shapes, 16 hexadecimal digits."""
+    digest = hashlib.sha256()
+    for x in tensors:
+        digest.update(repr(tuple(x.shape)).encode())
+        digest.update(np.ascontiguousarray(x.numpy()).data)
+    return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows(Dataset[dict[str, Tensor]]):
+    """Dataset of packed rows; an item has the arguments of a causal model's ``forward``.
+
+    Attributes:
+        tokens: ``[N, T]``, int32 or int64.
+        positions: ``[N, T]`` likewise, from 0 in each document.
+        bytes_per_token: Converts bits per token to bits per byte.
+        labels: ``[N, T]``, the tokens to predict, else ``IGNORE_INDEX``; all when ``None``.
+        ends: ``[N]``, tokens before the padding of each row; ``None`` without padding.
+        shortened: Number of examples that were longer than a row.
+        starts: ``[D]``, where documents begin in ``stream``; ``None`` if it is not known, or if
+            rows begin with documents.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    bytes_per_token: float
+    labels: Tensor | None = None
+    ends: Tensor | None = None
+    shortened: int = 0
+    starts: Tensor | None = None
+
+    @classmethod
+    def of_documents(cls, tokens: Tensor, bytes_per_token: float = 1.0) -> Self:
+        """Return rows of one document each.
+
+        Args:
+            tokens: ``[N, T]``.
+            bytes_per_token: As the attribute.
+        """
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        return cls(tokens=tokens, positions=positions, bytes_per_token=bytes_per_token)
+
+    def __len__(self) -> int:
+        """N."""
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return ``input_ids``, ``position_ids`` and ``labels``, ``[T]`` each."""
+        tokens, positions = self.tokens[index].long(), self.positions[index].long()
+        labels = self.select([index]).targets[0]
+        return {"input_ids": tokens, "position_ids": positions, "labels": labels}
+
+    def select(self, index: slice | Sequence[int] | Tensor) -> Self:
+        """Return some of the rows."""
+        names = ("tokens", "positions", "labels", "ends")
+        chosen = {n: x[index] for n in names if (x := getattr(self, n)) is not None}
+        return replace(self, **chosen, starts=None)
+
+    def split(self, count: int) -> Iterator[Self]:
+        """Yield the rows, ``count`` at a time."""
+        for first in range(0, len(self), count):
+            yield self.select(slice(first, first + count))
+
+    def to(self, device: torch.device | str) -> Self:
+        """Return the rows on a device."""
+        names = ("tokens", "positions", "labels", "ends", "starts")
+        return replace(
+            self, **{n: x.to(device) for n in names if (x := getattr(self, n)) is not None}
+        )
+
+    @property
+    def length(self) -> int:
+        """T."""
+        return self.tokens.shape[1]
+
+    @property
+    def targets(self) -> Tensor:
+        """The tokens to predict, ``[N, T]``, else ``IGNORE_INDEX``.
+
+        The first token of a document has none, because the token before it belongs to another
+        document.
+        """
+        labels = self.tokens if self.labels is None else self.labels
+        return labels.long().masked_fill(self.positions == 0, IGNORE_INDEX)
+
+    @property
+    def counted(self) -> Tensor:
+        """The predictions that a divergence counts, ``[N, T]``, true or false.
+
+        All, or, where only some tokens are predicted (``labels``), those of these tokens.
+        """
+        if self.labels is None:
+            return torch.ones_like(self.tokens, dtype=torch.bool)
+        return F.pad(self.targets[:, 1:], (0, 1), value=IGNORE_INDEX) != IGNORE_INDEX
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a document begins inside of a row."""
+        return bool((self.positions[:, 1:] == 0).any())
+
+    def places(self) -> list[tuple[int, slice]]:
+        """Return the row and the tokens of each document, without padding."""
+        found = []
+        for row, positions in enumerate(self.positions):
+            end = self.length if self.ends is None else int(self.ends[row])
+            starts = [0, *(1 + (positions[1:] == 0).nonzero()[:, 0]).tolist(), end]
+            edges = [x for x in starts if x < end] + [end]
+            found += [(row, slice(a, b)) for a, b in pairwise(edges)]
+        return found
+
+    def documents(self) -> list[Tensor]:
+        """Return the tokens of each document as far as it stands in one row."""
+        return [self.tokens[row, own].long() for row, own in self.places()]
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the rows."""
+        labels = () if self.labels is None else (self.labels,)
+        return fingerprint(self.tokens, self.positions, torch.tensor(self.bytes_per_token), *labels)
+
+    @property
+    def stream(self) -> Tensor:
+        """The tokens of all rows without padding, ``[L]``."""
+        if self.ends is None:
+            return self.tokens.flatten().long()
+        rows = zip(self.tokens, self.ends, strict=True)
+        return torch.cat([row[:end] for row, end in rows]).long()
+
+
+def pack_documents(
+    documents: Sequence[Tensor], count: int, length: int, bytes_per_token: float
+) -> Rows:
+    """Return rows of whole documents, one after the other, spread evenly over all of them.
+
+    Args:
+        documents: Tokens of each.
+        count: Largest N.
+        length: T; a document that ends beyond its row continues as another one in the next row.
+        bytes_per_token: As in :class:`Rows`.
+
+    Raises:
+        ValueError: The documents have fewer tokens than a row.
+    """
+    tokens = torch.cat(list(documents))
+    total = len(tokens) // length
+    if not total:
+        raise ValueError(too_short(len(tokens), length))
+    in_row = torch.arange(length)
+    begins = torch.zeros(total * length, dtype=torch.bool)
+    starts = torch.tensor([0, *map(len, documents)]).cumsum(0)
+    begins[starts[starts < len(begins)]] = True
+    tokens, begins = (x[: total * length].view(total, length) for x in (tokens, begins))
+    positions = in_row - torch.where(begins, in_row, 0).cummax(1).values
+    rows = Rows(tokens=tokens, positions=positions, bytes_per_token=bytes_per_token)
+    return rows.select([i * total // min(count, total) for i in range(min(count, total))])
+
+
+def beginnings(documents: Sequence[Tensor], count: int, length: int) -> Tensor:
+    """Return the first tokens of documents, of equal length, ``[N, T]``; N may be 0.
+
+    Args:
+        documents: Tokens of each.
+        count: Largest N; the first documents that are long enough are taken.
+        length: Largest T; where half of the documents are shorter, T is their median length.
+    """
+    if documents:
+        length = min(length, median_low(map(len, documents)))
+    found = [x[:length] for x in documents if len(x) >= length][:count]
+    return torch.stack(found) if found else torch.empty(0, length, dtype=torch.long)
+
+
+def too_short(tokens: int, length: int) -> str:
+    """Return the message of an error: a text is shorter than a row."""
+    return f"the text has {tokens} tokens, but one row needs {length}; give more text or " + (
+        "shorter rows"
+    )
+
+
+@torch.no_grad()
+def predictions(model: Any, rows: Rows, count: int) -> Iterator[tuple[Rows, Tensor]]:
+    """Yield rows, ``count`` at a time, and the logits of their predictions, ``[N, T, V]``.
+
+    A document is predicted as if it were alone. Rows of several documents run as they are with
+    positions if the model separates documents by these (:func:`separates_documents`); a model that
+    does not, such as one with recurrent layers, runs each document by itself.
+
+    Args:
+        model: A causal model in evaluation mode.
+        rows: On any device.
+        count: Rows in one forward pass.
+    """
+    rows = rows.to(next(model.parameters()).device)
+    together = rows.is_packed and separates_documents(model, rows)
+    for part in rows.split(count):
+        tokens = part.tokens.long()
+        if together:
+            positions = {"position_ids": part.positions.long()}
+            yield part, model(tokens, **positions, use_cache=False).logits
+        elif not part.is_packed and part.ends is None:
+            yield part, model(tokens, use_cache=False).logits
+        else:
+            yield part, _alone(model, part)
+
+
+def _alone(model: Any, rows: Rows) -> Tensor:
+    """Return the logits of rows whose documents run one by one; those of padding are 0."""
+    logits: Tensor | None = None
+    for row, own in rows.places():
+        found = model(rows.tokens[row, own].long()[None], use_cache=False).logits
+        if logits is None:
+            logits = found.new_zeros(*rows.tokens.shape, found.shape[-1])
+        logits[row, own] = found[0]
+    assert logits is not None
+    return logits
+
+
+def separates_documents(model: Any, rows: Rows) -> bool:
+    """Return whether a model separates documents of a row by their positions.
+
+    In a short row of two documents, other tokens in the first must change no bit of the
+    predictions of the second.
+
+    Args:
+        model: A causal model in evaluation mode.
+        rows: Rows whose tokens are used.
+    """
+    forward = getattr(model, "get_base_model", lambda: model)().forward
+    if "position_ids" not in inspect.signature(forward).parameters:
+        return False
+    tokens = rows.tokens.flatten().long()
+    one = tokens[: FIRST + SECOND]
+    other = one.clone()
+    other[:FIRST] = tokens[-FIRST:]
+    if torch.equal(one, other):
+        other[:FIRST] = (other[:FIRST] + 1) % (int(tokens.max()) + 1)
+    positions = torch.cat([torch.arange(FIRST), torch.arange(len(one) - FIRST)]).to(one.device)
+    first, second = (
+        model(x[None], position_ids=positions[None], use_cache=False).logits[0, FIRST:]
+        for x in (one, other)
+    )
+    return torch.equal(first, second)
