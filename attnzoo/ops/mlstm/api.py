@@ -234,31 +234,39 @@ def _run(x: GatedInputs, *, sums: ComputeSums) -> GatedResult:
     if tokens.inside is not None:
         log_forget = torch.where(tokens.inside, log_forget, 0)
         log_input = torch.where(tokens.inside, log_input, 0)
-    before = None if initial is None else tokens.at_first(initial.to(log_forget.dtype))
+    # Relative to m in float32, decays would be rounded by the size of m, and those above 0 clamped:
+    # over a long memory this adds up
+    before = None if initial is None else tokens.at_first(initial.double())
     m = stabilizer(log_forget, log_input, tokens.first, before)
     start = torch.zeros_like(m) if before is None else before
     m_before = torch.where(tokens.first, start, F.pad(m[:, :, :-1], (1, 0)))
     log_decay = log_forget + (m_before - m)
     log_decay = log_decay - log_decay.detach().clamp(min=0)  # above 0 only by rounding
+    log_decay = log_decay.to(log_forget.dtype)
+    weight = (log_input - m).exp().to(log_input.dtype)
     state = None
     if x.state is not None:
         kv, z = x.state
         state = LinearState(torch.cat([kv, z.unsqueeze(-1)], -1), z)
     call = SumsCall(
         x.q,
-        x.k * (log_input - m).exp().unsqueeze(-1),
+        x.k * weight.unsqueeze(-1),
         F.pad(wide_values(x), (0, 1), value=1.0),
         log_decay,
         *(state, x.sequences, x.return_state, x.chunk_size, True, x.v.dtype),
     )
     out, last, divide = sums(call)
-    lower_bound = (-m.clamp(min=LOWEST_STABILIZER)).exp()
+    lower_bound = (-m.clamp(min=LOWEST_STABILIZER)).exp().to(out.dtype)
     lower_bound = lower_bound.repeat_interleave(x.q.shape[1] // x.k.shape[1], 1)
     denominator = torch.maximum(out[..., -1:].abs(), lower_bound.unsqueeze(-1))
     out = divide(out[..., :-1], denominator).to(x.v.dtype)
     if last is None:
         return out, None, None
-    return out, LinearState(last.kv[..., :-1], last.k), tokens.last(m, initial)
+    exact_m = tokens.last(m, initial)
+    last_m = exact_m.to(last.k.dtype)
+    rounding = (exact_m - last_m).exp().to(last.k.dtype).unsqueeze(-1)
+    state = LinearState(last.kv[..., :-1] * rounding.unsqueeze(-1), last.k * rounding)
+    return out, state, last_m
 
 
 def _run_step(x: GatedInputs) -> GatedResult:
@@ -271,8 +279,7 @@ def _run_step(x: GatedInputs) -> GatedResult:
     before = initial.to(forget.dtype).unsqueeze(2)
     with torch.no_grad():
         m = torch.maximum(forget.double() + before, write.double()).to(forget.dtype)
-    log_decay = forget + (before - m)
-    log_decay = log_decay - log_decay.detach().clamp(min=0)  # above 0 only by rounding
+    log_decay = forget + (before - m)  # above 0 by rounding, which cancels over many tokens
     key = x.k * (write - m).exp().unsqueeze(-1)
     assert x.state is not None
     state = LinearState(*(y.to(dtype) for y in x.state))
@@ -305,7 +312,7 @@ def stabilizer(
         before: m before those tokens, ``[B, Hkv, T]``; ``None`` means 0.
 
     Returns:
-        m in the dtype of ``log_forget``.
+        m in float64.
     """
     a, b = log_forget.double(), log_input.double()
     m = a if before is None else a + before
@@ -317,7 +324,7 @@ def stabilizer(
         earlier_b = F.pad(b[:, :, :-offset], (offset, 0), value=-torch.inf)
         a, b = earlier_a + a, torch.maximum(earlier_b + a, b)
         offset *= 2
-    return b.to(log_forget.dtype)
+    return b
 
 
 register_reduction("mlstm", _run, _run_step)
