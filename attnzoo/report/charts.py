@@ -28,6 +28,7 @@ MARKERS = ("o", "s", "D", "^", "v", "P", "X")
 TEXT_COLOR, GRID_COLOR = "#1b1f25", "#d0d7df"
 _SETTINGS: dict[Any, Any] = {
     "font.size": 9.5,
+    "text.parse_math": False,  # a name may contain a dollar sign
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "attnzoo",  # the same file for the same chart
     "lines.linewidth": 1.5,
@@ -154,8 +155,9 @@ def line_chart(
 
     with mpl.rc_context(_SETTINGS):
         figure, axes = _new_figure(legend=[s.name for s in series if s.name])
+        legend = []
         for one in series:
-            axes.plot(list(one.x), list(one.y), label=one.name or None, **_line_style(one))
+            legend += axes.plot(list(one.x), list(one.y), label=one.name, **_line_style(one))
             if one.low is not None and one.high is not None:
                 color = COLORS[one.style % len(COLORS)]
                 axes.vlines(list(one.x), list(one.low), list(one.high), color=color, linewidth=1)
@@ -163,7 +165,7 @@ def line_chart(
             axes.axhline(reference, color="gray", linestyle="--", linewidth=1)
         _set_axis(axes, "x", x)
         _set_axis(axes, "y", y)
-        _add_legend(figure)
+        _add_legend(figure, legend)
     return figure
 
 
@@ -177,16 +179,18 @@ def bar_chart(
         height = 0.6 + BAR_ROW * len(categories)
         figure, axes = _new_figure(legend=list(groups), height=height)
         thickness = 0.8 / len(groups)
+        legend = []
         for index, (name, values) in enumerate(groups.items()):
             shift = (index - (len(groups) - 1) / 2) * thickness
             places = [i + shift for i in range(len(categories))]
             numbers = [float("nan") if v is None else v for v in values]
-            axes.barh(places, numbers, height=thickness, label=name, color=COLORS[index])
+            bars = axes.barh(places, numbers, height=thickness, label=name, color=COLORS[index])
+            legend.append(bars)
         axes.set_yticks(range(len(categories)), list(categories))
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")
         _set_axis(axes, "x", value)
-        _add_legend(figure)
+        _add_legend(figure, legend)
     return figure
 
 
@@ -323,8 +327,10 @@ def _set_axis(axes: Any, which: str, axis: Axis) -> None:
         own.set_ticks([], minor=True)
 
 
-def _add_legend(figure: Any) -> None:
-    handles, labels = figure.axes[0].get_legend_handles_labels()
+def _add_legend(figure: Any, artists: Sequence[Any]) -> None:
+    """Add a legend of the artists that have a label; it may begin with an underscore."""
+    handles = [artist for artist in artists if artist.get_label()]
+    labels = [artist.get_label() for artist in handles]
     if not labels:
         return
     legend = figure.legend(handles, labels, loc="outside lower center", ncols=2)

@@ -9,6 +9,7 @@ import pytest
 
 from attnzoo.report.charts import (
     Axis,
+    Panel,
     Plot,
     Series,
     _line_style,
@@ -16,6 +17,7 @@ from attnzoo.report.charts import (
     length_axis,
     line_chart,
     matrix_chart,
+    scatter_grid,
     to_svg,
     write_picture,
 )
@@ -105,6 +107,37 @@ def test_a_matrix_has_its_first_row_at_the_top():
     svg = to_svg(plot(figure))
     assert {"00", "01", "10", "11", "first", "second"} <= set(texts(svg))
     assert svg.count("data:image/png;base64") == 1
+
+
+# mathtext, matplotlib's names of hidden artists, markup
+NAMES = [r"$\nosuch$", r"a\$b^{", r"_x\frac", "a_1 $", "<b>&amp;", "\"quoted' $x$"]
+
+
+@pytest.mark.parametrize("kind", ["line", "bar", "matrix", "scatter"])
+def test_names_are_drawn_as_they_are(kind, tmp_path):
+    one, label = dict(enumerate(NAMES)), Axis(label=NAMES[0])
+    axis = Axis(label=NAMES[1], ticks=one)
+    points = [(i, i * i) for i in one]
+    match kind:
+        case "line":
+            series = [Series(name=name, x=[0, 1], y=[i, 2]) for i, name in one.items()]
+            figure = line_chart(series, x=axis, y=label)
+        case "bar":
+            figure = bar_chart(NAMES, {name: list(one) for name in NAMES}, value=label)
+        case "matrix":
+            values = [[float(i) for i in one]] * len(NAMES)
+            figure = matrix_chart(
+                values, x=label, y=axis, color_label=NAMES[2], cell_text=[NAMES] * len(NAMES)
+            )
+        case "scatter":
+            panel = Panel(title=NAMES[0], before=points, after=points[::-1], names=one)
+            figure = scatter_grid([panel])
+    named = Plot(name="x", title=NAMES[0], text="", figure=figure)
+    found = texts(to_svg(named))
+    assert set(NAMES) <= set(found)
+    if kind in ("line", "bar"):
+        assert all(found.count(name) == 2 for name in NAMES[2:])  # in the legend too
+    assert write_picture(tmp_path / "x.png", named).stat().st_size
 
 
 def test_the_title_is_on_the_picture_only(lines, tmp_path):
