@@ -36,7 +36,7 @@ ROWS = (
 ROW = {unit: height for height, row in enumerate(ROWS) for unit in row}
 # Inside hf, from the bottom up, by the same rule.
 HF_ROWS = (
-    {"__init__", "names", "configs"},
+    {"__init__", "names", "configs", "pretrained"},
     {"seam"},
     {"layers", "masks", "context_parallel", "logits", "unchanged"},
     {"cache"},
@@ -363,6 +363,21 @@ def test_files_and_functions_are_short():
         if "triton" not in path.parts:
             found += too_long(path)
     assert not found, "\n".join(found)
+
+
+def test_only_one_module_loads_what_a_folder_holds():
+    """It passes ``trust_remote_code=False``; without it, transformers asks on standard input."""
+    loaders = {"from_pretrained", "from_config"}
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in python_files("attnzoo")
+        if path != ROOT / "attnzoo" / "hf" / "pretrained.py"
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr in loaders
+        # patches read these methods of a class, by vars(cls)["from_pretrained"], and set them
+        if isinstance(node.ctx, ast.Load)
+    ]
+    assert not found
 
 
 def test_no_name_hides_a_library():

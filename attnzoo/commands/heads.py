@@ -126,10 +126,11 @@ def _measure(
 
     from attnzoo.evaluation.heads import HeadStudyModel, head_rows_of_text, study_heads
     from attnzoo.hf.layers import attention_layers
+    from attnzoo.hf.pretrained import load_pretrained
     from attnzoo.hf.saving.files import model_class, read_config
 
     config = read_config(path)
-    loaded = model_class(config, path).from_pretrained(path, dtype=torch.float32)
+    loaded = load_pretrained(model_class(config, path), path, dtype=torch.float32)
     layers = attention_layers(loaded)
     if not layers or read_field(config, "is_encoder_decoder", False):
         raise SpecError(
@@ -177,9 +178,10 @@ def _save(
     """Write a model without some heads, given by position; return its folder."""
     from attnzoo.hf.heads.pruning import original_heads, prune_heads, refit_outputs
     from attnzoo.hf.layers import attention_layers
+    from attnzoo.hf.pretrained import load_pretrained
     from attnzoo.hf.saving.files import model_class, read_config, save_copy
 
-    model = model_class(read_config(path), path).from_pretrained(path).eval()
+    model = load_pretrained(model_class(read_config(path), path), path).eval()
     study.add_means(model, chosen)
     present = {layer.name: original_heads(layer) for layer in attention_layers(model)}
     numbers = {name: [present[name][i] for i in heads] for name, heads in chosen.items()}

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from attnzoo.compare.cases import CostCase, ModelInfo
 from attnzoo.contract.masks import AttentionMask
@@ -22,7 +22,8 @@ from attnzoo.hf.attention.call import layer_backend
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.names import NAME
-from attnzoo.hf.saving.files import model_class
+from attnzoo.hf.pretrained import load_pretrained
+from attnzoo.hf.saving.files import model_class, read_config
 from attnzoo.hf.seam import cache_argument
 from attnzoo.registry import build_backend
 from attnzoo.spec import AttentionSpec
@@ -138,13 +139,17 @@ def _op_step(case: CostCase, info: ModelInfo) -> Run:
 def load(info: ModelInfo, case: CostCase) -> PreTrainedModel:
     """Load the model with the attention of a case."""
     path = Path(info.path)
-    config = AutoConfig.from_pretrained(path)
+    config = read_config(path)
     config.attnzoo = _spec(case).to_dict()
     for name in DROPOUT_FIELDS:
         if read_field(config, name):
             setattr(config, name, 0.0)  # backends have different forms of dropout
-    model: PreTrainedModel = model_class(config, path).from_pretrained(
-        path, config=config, attn_implementation=NAME, dtype=getattr(torch, case.dtype)
+    model: PreTrainedModel = load_pretrained(
+        model_class(config, path),
+        path,
+        config=config,
+        attn_implementation=NAME,
+        dtype=getattr(torch, case.dtype),
     )
     model.to(torch.device(case.device))  # type: ignore[arg-type]
     model.train(case.mode == "train")

@@ -19,6 +19,7 @@ from attnzoo.evaluation.data import load_tokenizer, read_documents
 from attnzoo.evaluation.models import max_positions, spec_label
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.layers import attention_layers
+from attnzoo.hf.pretrained import load_pretrained
 from attnzoo.hf.saving.files import model_class, read_config
 from attnzoo.hf.swap.convert import restore, swap
 from attnzoo.report import charts, page
@@ -138,7 +139,7 @@ def read_encoder(
     if tokens < 4 or (limit is not None and tokens > limit):
         raise SpecError(f"--tokens must be 4 to {limit or 'any'} for this model, got {tokens}")
     config = read_config(path)
-    model: Any = model_class(config, path).from_pretrained(path, dtype=torch.float32).eval()
+    model: Any = load_pretrained(model_class(config, path), path, dtype=torch.float32).eval()
     saved = read_field(config, "attnzoo")
     if spec is None and saved is not None:
         spec = AttentionSpec.from_dict(saved)

@@ -25,6 +25,7 @@ from attnzoo.evaluation.data import load_tokenizer, read_documents, tokenize
 from attnzoo.evaluation.models import is_embedded, max_positions, model_path, spec_label
 from attnzoo.evaluation.rows import Rows
 from attnzoo.hf.layers import attention_layers
+from attnzoo.hf.pretrained import load_pretrained
 from attnzoo.hf.saving.files import model_class, read_config
 from attnzoo.hf.swap.convert import swap
 from attnzoo.report import charts, page
@@ -135,7 +136,7 @@ def make_maps(
     path = model_path(model)
     config = read_config(path)
     rows, words = _read(path, text, model, tokens)
-    loaded: Any = model_class(config, path).from_pretrained(path, dtype=torch.float32).eval()
+    loaded: Any = load_pretrained(model_class(config, path), path, dtype=torch.float32).eval()
     layers = attention_layers(loaded)
     heads = layers[0].geometry.num_heads if layers else 0
     indices = [found.geometry.layer for found in layers]

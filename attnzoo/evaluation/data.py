@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from attnzoo.errors import SpecError
+from attnzoo.errors import SpecError, UnsupportedError
 from attnzoo.evaluation.corpus import (
     MIN_REPEAT_LENGTH,
     Repeat,
@@ -24,6 +24,7 @@ from attnzoo.evaluation.corpus import (
 )
 from attnzoo.evaluation.generation import GenerationBatch
 from attnzoo.evaluation.rows import IGNORE_INDEX, Rows, pack_documents
+from attnzoo.hf.pretrained import load_pretrained
 
 LINES_OF_JSON = (".jsonl",)
 LEAST_REPEAT = 128  # tokens of a row that takes a repeat, for models with so few positions
@@ -145,7 +146,9 @@ def load_tokenizer(path: Path) -> Any:
         SpecError: The folder has no tokenizer that transformers can load.
     """
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return load_pretrained(AutoTokenizer, path)
+    except UnsupportedError:
+        raise
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise SpecError(

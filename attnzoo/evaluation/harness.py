@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 from attnzoo.errors import ConfigError, did_you_mean
+from attnzoo.evaluation.data import load_tokenizer
 
 NOT_METRICS = ("alias", "name", "sample_len", " ")
 
@@ -142,7 +143,7 @@ class Harness:
         tasks = self.tasks
         harness = HFLM(
             model,
-            tokenizer=str(self.path),
+            tokenizer=load_tokenizer(self.path),
             max_length=tasks.max_length,
             batch_size=tasks.batch_size,
         )

@@ -385,11 +385,13 @@ def _swapped_model() -> str:
 def _saved_swap() -> str:
     from transformers import AutoModelForCausalLM
 
+    from attnzoo.hf.pretrained import load_pretrained
+
     model = attnzoo.swap(_llama(), "linear", feature_map="hedgehog")
     ids = torch.arange(12).view(1, 12)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         model.save_pretrained(folder)
-        loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
+        loaded = load_pretrained(AutoModelForCausalLM, folder).eval()
         same = torch.equal(loaded(ids).logits, model(ids).logits)
     if not same:
         raise Failed("the loaded model computes other logits")

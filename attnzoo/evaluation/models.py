@@ -13,6 +13,7 @@ from attnzoo.errors import SpecError
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.names import NAME
+from attnzoo.hf.pretrained import build_model, load_pretrained
 from attnzoo.hf.saving.files import read_config
 from attnzoo.spec import AttentionSpec
 
@@ -72,8 +73,8 @@ def load_swapped(path: Path, spec: AttentionSpec) -> Any:
     """Load a causal model in float32 with its attention replaced through its config."""
     config = read_config(path)
     config.attnzoo = spec.to_dict()
-    return AutoModelForCausalLM.from_pretrained(
-        path, config=config, attn_implementation=NAME, dtype=torch.float32
+    return load_pretrained(
+        AutoModelForCausalLM, path, config=config, attn_implementation=NAME, dtype=torch.float32
     ).eval()
 
 
@@ -97,7 +98,7 @@ def require_causal(path: Path, reason: str) -> None:
     """
     config = read_config(path)
     with torch.device("meta"):
-        layers = attention_layers(AutoModelForCausalLM.from_config(config))
+        layers = attention_layers(build_model(AutoModelForCausalLM, config))
     if not all(layer.geometry.causal for layer in layers):
         raise SpecError(
             f"{str(path)!r} holds a {config.model_type} model that is not causal; {reason}, so "

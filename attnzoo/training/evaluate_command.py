@@ -18,6 +18,7 @@ from attnzoo.evaluation.kernel_checks import check_model_kernels
 from attnzoo.evaluation.models import max_positions, require_causal
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.names import NAME
+from attnzoo.hf.pretrained import load_pretrained
 from attnzoo.hf.saving.files import read_config
 from attnzoo.hf.swap.convert import original_attention, restore, swap
 from attnzoo.spec import AttentionSpec
@@ -234,7 +235,7 @@ class Judge:
 def _load(path: Path) -> Any:
     """Return a saved model in float32, on the accelerator if there is one."""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model: Any = load_pretrained(AutoModelForCausalLM, path, dtype=torch.float32)
     return model.to(device)
 
 

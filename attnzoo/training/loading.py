@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import init_empty_weights
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.data import load_tokenizer
@@ -18,6 +18,7 @@ from attnzoo.evaluation.models import require_causal
 from attnzoo.evaluation.rows import Rows
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.names import NAME
+from attnzoo.hf.pretrained import build_model, load_pretrained
 from attnzoo.hf.saving.files import read_config
 from attnzoo.hf.swap.backends import extras_are_new
 from attnzoo.spec import AttentionSpec
@@ -40,9 +41,10 @@ def split_rows(
     extract: Extract | None = None,
 ) -> tuple[R, R]:
     """Return training rows and held-out rows, each made of documents by ``make``."""
-    read_config(path)  # raises an error if the folder has no model
+    vocab_size = read_field(read_config(path).get_text_config(), "vocab_size")
+    if vocab_size is None:
+        raise SpecError(f"{str(path)!r} holds no model of text; give a language model")
     tokenizer = load_tokenizer(path)
-    vocab_size = AutoConfig.from_pretrained(path).get_text_config().vocab_size
     if config.max_tokens is None:
         documents = read_documents(data, column, extract)
     else:
@@ -115,18 +117,17 @@ def load_model(
     if spec is not None:
         config.attnzoo = spec.to_dict()
     options = {"config": config, "attn_implementation": NAME, "dtype": dtype}
-    build = getattr(cls, "from_config", None) or cls._from_config
     if empty:
         with torch.device("meta"):
-            model: PreTrainedModel = build(config, attn_implementation=NAME, dtype=dtype)
+            model: PreTrainedModel = build_model(cls, config, attn_implementation=NAME, dtype=dtype)
         model.eval()
         return model
     if load_in_4bit:
         with init_empty_weights():
-            skeleton = build(deepcopy(config), attn_implementation=NAME)
+            skeleton = build_model(cls, deepcopy(config), attn_implementation=NAME)
         options["quantization_config"] = config_of_4_bits(skeleton)
         if device is not None:
             options["device_map"] = {"": device}
     with nullcontext() if swapped else extras_are_new():
-        model = cls.from_pretrained(path, **options)
+        model = load_pretrained(cls, path, **options)
     return model

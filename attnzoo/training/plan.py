@@ -27,6 +27,7 @@ from attnzoo.evaluation.models import max_positions, require_causal
 from attnzoo.evaluation.quality import contributions, require_finite
 from attnzoo.evaluation.rows import Rows, predictions
 from attnzoo.hf.layers import attention_layers
+from attnzoo.hf.pretrained import load_pretrained
 from attnzoo.hf.saving.dtype import saved_dtype
 from attnzoo.hf.swap.convert import restore, swap
 from attnzoo.report.atomic_write import atomic_write
@@ -547,7 +548,7 @@ def make_plan(
         saved_cache_bytes(path, spec, target_length)
     if budget is not None:
         budget.check(path, specs)
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model: Any = load_pretrained(AutoModelForCausalLM, path, dtype=torch.float32)
     weights = weights_fingerprint(model)
     if transferred is not None:
         transferred.check_weights(weights)

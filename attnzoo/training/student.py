@@ -31,6 +31,7 @@ from attnzoo.hf.configs import read_field
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.models.speed_up import speed_up
 from attnzoo.hf.names import NAME
+from attnzoo.hf.pretrained import build_model, load_pretrained
 from attnzoo.hf.saving.files import read_config
 from attnzoo.hf.stock.layer_inputs import softmax_layer
 from attnzoo.hf.stock.recurrent import CLASSES, recurrent_layers, recurrent_numbers
@@ -71,7 +72,7 @@ class StudentRun(Run):
         command, path, spec, data, out, config = args
         require_student_settings(config)
         require_pair(path, teacher)
-        self.teacher: Any = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
+        self.teacher: Any = load_pretrained(AutoModelForCausalLM, teacher, dtype=torch.float32)
         self.teacher.requires_grad_(False).eval()
         super().__init__(command, path, spec, data, out, config, **options)
 
@@ -90,7 +91,7 @@ class StudentRun(Run):
                 "FSDP and DeepSpeed do not shard a student and its teacher; use "
                 "DistributedDataParallel (torchrun without a sharding config)"
             )
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(self.path, **options)
+        model: PreTrainedModel = load_pretrained(AutoModelForCausalLM, self.path, **options)
         model.register_forward_pre_hook(separate_documents, with_kwargs=True)
         return speed_up(model)
 
@@ -179,8 +180,8 @@ def require_pair(student: Path, teacher: Path) -> None:
             )
     numbers = recurrent_numbers(one)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(one)
-        original = AutoModelForCausalLM.from_config(other)
+        model = build_model(AutoModelForCausalLM, one)
+        original = build_model(AutoModelForCausalLM, other)
     if not recurrent_layers(model):
         raise SpecError(
             f"{str(student)!r} holds a {one.model_type} without recurrent layers that a teacher "

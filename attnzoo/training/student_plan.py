@@ -23,6 +23,7 @@ from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.quality import require_finite
 from attnzoo.evaluation.rows import Rows, predictions
 from attnzoo.hf.models.speed_up import speed_up
+from attnzoo.hf.pretrained import load_pretrained
 from attnzoo.hf.stock.layer_inputs import softmax_layer
 from attnzoo.hf.stock.recurrent import recurrent_layers, student_weights
 from attnzoo.report.atomic_write import atomic_write
@@ -186,8 +187,8 @@ def plan_student(
         ConfigError: The student has fewer recurrent layers, or none would be recurrent.
     """
     require_pair(run, path)
-    teacher: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    student: Any = AutoModelForCausalLM.from_pretrained(run, dtype=torch.float32).eval()
+    teacher: Any = load_pretrained(AutoModelForCausalLM, path, dtype=torch.float32).eval()
+    student: Any = load_pretrained(AutoModelForCausalLM, run, dtype=torch.float32).eval()
     if (family := student.config.model_type) != to:
         raise SpecError(
             f"{str(run)!r} holds a student of the class {family}, got --to {to}; give --to {family}"

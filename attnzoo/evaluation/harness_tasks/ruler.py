@@ -344,7 +344,9 @@ def _dataset(name: str, tokenizer: str, lengths: tuple[int, ...], count: int) ->
     import datasets
     from transformers import AutoTokenizer
 
-    loaded = AutoTokenizer.from_pretrained(tokenizer)
+    from attnzoo.hf.pretrained import load_pretrained
+
+    loaded = load_pretrained(AutoTokenizer, tokenizer)
     documents = [
         document
         for length in lengths

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from attnzoo.errors import AttnzooError, SpecError
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.names import NAME
+from attnzoo.hf.pretrained import load_pretrained
 from attnzoo.hf.saving.companions import copy_companions
 from attnzoo.spec import AttentionSpec
 
@@ -28,7 +29,7 @@ def read_config(path: Path) -> Any:
     if not (path / "config.json").is_file():
         raise SpecError(f"{str(path)!r} holds no saved model: there is no config.json")
     try:
-        return AutoConfig.from_pretrained(path)
+        return load_pretrained(AutoConfig, path)
     except AttnzooError:
         raise
     except (OSError, ValueError, TypeError, RecursionError) as error:
@@ -47,7 +48,8 @@ def hash_weights(path: Path) -> bytes:
 def has_swap(path: Any, config: Any = None) -> bool:
     """Return whether a saved model is loaded with a swap, from ``config`` or its config.json."""
     if config is None and isinstance(path, str | Path) and (Path(path) / "config.json").is_file():
-        config = AutoConfig.from_pretrained(path)
+        config, _ = PreTrainedConfig.get_config_dict(path)  # no class, so no code either
+        return config.get(NAME) is not None
     return read_field(config, NAME) is not None
 
 
@@ -87,7 +89,7 @@ def swap_files(path: Path, spec: AttentionSpec, out: Path) -> PreTrainedModel:
     cls = model_class(config, path)
     config.attnzoo = spec.to_dict()
     try:
-        model = cls.from_pretrained(path, config=config, attn_implementation=NAME)
+        model: PreTrainedModel = load_pretrained(cls, path, config=config, attn_implementation=NAME)
     except OSError as error:
         raise SpecError(
             f"The weights in {str(path)!r} cannot be read ({error}); nothing was written."
@@ -118,7 +120,7 @@ def save_copy(model: PreTrainedModel, path: Path, out: Path) -> None:
         model.save_pretrained(staging)
         for auto in (AutoTokenizer, AutoProcessor):
             try:
-                auto.from_pretrained(path).save_pretrained(staging)
+                load_pretrained(auto, path).save_pretrained(staging)
             except (OSError, ValueError, KeyError):
                 continue  # not every model has one
         copy_companions(path, staging)

@@ -18,6 +18,7 @@ from attnzoo.hf import seam
 from attnzoo.hf.configs import has_field, read_field
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.names import NAME, PRUNED
+from attnzoo.hf.pretrained import build_model, load_pretrained
 from attnzoo.hf.saving.files import model_class, read_config, require_new_folder, save_copy
 from attnzoo.hf.stock.card import FILE, RECURRENT, Layer, write_card
 from attnzoo.hf.stock.classes import (
@@ -109,7 +110,7 @@ def _convert(model: PreTrainedModel, to: str, recurrent: str | None) -> PreTrain
             state = student_weights(state, model.config, to, inputs)
         else:
             state = other_weights(state, to, config)
-        converted = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
+        converted = build_model(AutoModelForCausalLM, config, dtype=model.dtype)
     try:
         converted.load_state_dict(state)
     except RuntimeError as error:
@@ -158,7 +159,7 @@ def convert_files(
             "--plan out, or give the original model"
         )
     try:
-        model = model_class(config, path).from_pretrained(path, dtype="auto").eval()
+        model = load_pretrained(model_class(config, path), path, dtype="auto").eval()
     except OSError as error:
         raise SpecError(
             f"The weights in {str(path)!r} cannot be read ({error}); nothing was written."

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from attnzoo.errors import UnsupportedError
+from attnzoo.hf.pretrained import load_pretrained
 
 # Words, numbers, contractions, indentation and other scripts, which tokenizers split differently
 SAMPLE = "It's 12,345.67 dollars\n\n\tif x == 10:  # naïve 你好 мир\n        return  [a_b, 'c']\r\n"
@@ -28,14 +29,14 @@ def require_same_tokens(source: Path, config: Any) -> None:
         UnsupportedError: The tokens of a sample text differ.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = load_pretrained(AutoTokenizer, source)
     except (OSError, ValueError, KeyError):
         return  # not every model has one
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         try:
-            loaded = AutoTokenizer.from_pretrained(folder)
+            loaded = load_pretrained(AutoTokenizer, folder)
             same = len(loaded) == len(tokenizer) and _tokens(loaded) == _tokens(tokenizer)
             found = type(loaded).__name__
         except (OSError, ValueError, KeyError, TypeError):
