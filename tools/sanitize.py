@@ -2,7 +2,8 @@
 
 ``python -m tools.sanitize``: once as compiled for this CPU and once without AVX-512, at the same
 time. The second one emulates AMX by plain loops. Exits with 1 and the report of the sanitizers if
-a kernel reads or writes outside of its memory, has undefined behaviour, or computes wrong results.
+a kernel reads or writes outside of its memory, has undefined behaviour, computes wrong results, or
+accepts slots, sequences or positions that are outside of the tensors.
 GCC and its sanitizers are needed.
 """
 

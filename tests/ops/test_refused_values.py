@@ -3,6 +3,8 @@
 The calls are those of ``attnzoo doctor`` and ``python -m tools.sanitize``.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from attnzoo.backends.parts.positions import count_tokens
 from attnzoo.contract.inputs import AttentionInputs
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.sequences import Sequences
-from attnzoo.contract.states import CountedLinearState
+from attnzoo.contract.states import CountedLinearState, check_slots
 from attnzoo.errors import UnsupportedError
 from attnzoo.evaluation.check_cpp import OPS, SEQUENCES, SLOTS, bad_sequences, bad_slots
 from attnzoo.ops import matrix_gated_attention
@@ -120,6 +122,32 @@ def test_what_reads_states_beside_the_ops_refuses_slots_too():
     )[2]
     with pytest.raises(UnsupportedError, match=message):
         causal_window_attention(x, x, x, window=5, scale=0.3, state=window, slots=inputs.slots)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor whose values may not be read, though assertions on its device read them."""
+
+    is_cuda = True
+
+    def tolist(self):
+        raise AssertionError("waits for the device")
+
+    __bool__ = item = tolist
+
+
+def test_a_gpu_asserts_without_waiting():
+    """``torch._assert_async`` is a ``RuntimeError`` on a CPU."""
+    for slots, is_right in (([3, -1], True), ([3, 4], False), ([-2, 0], False)):
+        with (
+            nullcontext() if is_right else pytest.raises(RuntimeError, match="slots must be below")
+        ):
+            check_slots(torch.tensor(slots).as_subclass(OnGpu), 4)
+    right = {"as they must be": ((0, 40), (32, 24), 32)}
+    for name, (starts, lengths, longest) in (SEQUENCES | right).items():
+        tables = (torch.tensor(x).as_subclass(OnGpu) for x in (starts, lengths))
+        wrong = pytest.raises(RuntimeError, match="sequences must follow one another within the 64")
+        with nullcontext() if name in right else wrong:
+            Sequences(*tables, longest).check(64)
 
 
 @pytest.mark.parametrize("block", [-1, -(2**31), 5, 2**29, 2**31 - 1])
