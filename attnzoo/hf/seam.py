@@ -60,6 +60,7 @@ __all__ = [
     "document_masks",
     "family_uses_interface",
     "granite_normalizes_groups",
+    "has_recurrent_layers",
     "is_of_another_package",
     "is_quantized",
     "is_recording",
@@ -135,10 +136,21 @@ PAGE_ARGUMENTS = (
     *("read_index", "write_index", "max_length_k", "block_table"),
     *("logits_indices", "logits_processor_args"),
 )
-# Packed rows: the sequence of each token, or the borders of the sequences of one row
-PACKING_ARGUMENTS = ("seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
 # Arguments of transformers' delta rule and convolution that do not change their results
-IGNORED_RULE_ARGUMENTS = frozenset({*IGNORED_ARGUMENTS, *PACKING_ARGUMENTS, "chunk_size"})
+IGNORED_RULE_ARGUMENTS = frozenset({*IGNORED_ARGUMENTS, "seq_idx", "chunk_size"})
+# Kinds of layers that keep a state in the cache, in configs
+RECURRENT_KINDS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba"})
+# Models that pass the borders of documents to all layers that mix tokens, if `speed_up` runs their
+# recurrent layers; and those of them that make masks without regard to positions
+PACKED_HYBRIDS = frozenset(
+    {
+        *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear"),
+        *("bailing_hybrid", "granitemoehybrid", "bamba", "nemotron_h", "falcon_h1", "zamba2"),
+        *("minimax", "lara_mini"),
+    }
+)
+MASKS_WITHOUT_POSITIONS = frozenset({"granitemoehybrid"})
+MASKED_IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", NAME)  # whose layers get masks
 # Arguments of mask functions that do not change a mask: what other implementations may skip, the
 # config, and the size of a window or chunk, which the mask function has too.
 IGNORED_MASK_ARGUMENTS = frozenset(
@@ -463,6 +475,12 @@ def _class_tables(cls: type) -> dict[str, dict[str, type]]:
         for name, table in vars(sys.modules.get(base.__module__, object)).items()
         if name.endswith("ATTENTION_CLASSES") and isinstance(table, dict) and "eager" in table
     }
+
+
+def has_recurrent_layers(model: PreTrainedModel) -> bool:
+    """Return whether a model has layers that keep a state."""
+    kinds = read_field(model.config, "layer_types") or ()
+    return bool(getattr(model, "_is_stateful", False)) or not RECURRENT_KINDS.isdisjoint(kinds)
 
 
 def _with_sub_configs(config: Any) -> Iterator[Any]:

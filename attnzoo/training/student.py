@@ -237,27 +237,19 @@ def equal_window(config: Any, length: int, itemsize: int) -> EqualWindow:
 def separate_documents(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Forward pre-hook: separate the documents of packed rows, which positions delimit.
+    """Forward pre-hook: separate the documents of packed rows in full layers, not on CPUs.
 
-    Recurrent layers get ``seq_idx``, which they support on CPUs after ``speed_up``. On other
-    devices states run on over the borders, as in the stock layers. Full layers get masks, unless
-    the class makes them itself.
+    There ``speed_up`` does so, in all layers. On other devices states run on over the borders, as
+    in the stock layers, and full layers get masks, unless the class makes them itself.
     """
     positions = kwargs.get("position_ids")
-    if positions is None or positions.ndim != 2:
+    if positions is None or positions.ndim != 2 or positions.device.type == "cpu":
         return None
     config: Any = model.config
-    first = positions == 0
-    is_cpu = positions.device.type == "cpu"
-    masks_documents = CLASSES[config.model_type].masks_documents
-    if (masks_documents and not is_cpu) or not bool(first[:, 1:].any()):
+    is_packed = bool((positions[:, 1:] == 0).any())
+    if CLASSES[config.model_type].masks_documents or not is_packed:
         return None
-    given = dict(kwargs)
-    if is_cpu:
-        given["seq_idx"] = first.cumsum(1).int()
-    if not masks_documents:
-        given["attention_mask"] = seam.document_masks(model, positions)
-    return args, given
+    return args, kwargs | {"attention_mask": seam.document_masks(model, positions)}
 
 
 class Attended(NamedTuple):

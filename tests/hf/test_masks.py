@@ -231,11 +231,44 @@ def test_packing_is_compared_once_per_mask(packed, seq_idx, monkeypatch, llama):
     assert len(model.model.layers) > 1
 
 
-def test_compiled_packing_begins_where_any_argument_says(monkeypatch):
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    mask = attnzoo.AttentionMask(causal=True, segment_ids=torch.tensor([[0, 0, 1, 1, 1, 1]]))
-    found = add_packing(mask, Packing(torch.tensor([[0, 0, 0, 0, 1, 1]])), (1, 6, 6))
-    assert found.segment_ids.tolist() == [[0, 0, 1, 1, 2, 2]]
+ALL_COMPILED = [(name, given) for name in ("flash", "linear") for given in ("lengths", "seq_idx")]
+
+
+@pytest.mark.parametrize(
+    ("backend", "given"),
+    [ALL_COMPILED[0], *(pytest.param(*x, marks=pytest.mark.exhaustive) for x in ALL_COMPILED[1:])],
+)
+def test_compiled_packing_of_other_numbers_of_sequences(backend, given, llama):
+    model = llama()
+    attnzoo.swap(model, backend)
+    torch._dynamo.reset()
+    compiled = torch.compile(model.model, backend="eager", fullgraph=True)
+    ids = torch.arange(12)[None] + 5
+
+    def run(cut, places):
+        lengths = torch.tensor(cut)
+        packing = {"cu_seq_lens_q": lengths}
+        if given == "seq_idx":
+            packing = {"seq_idx": torch.repeat_interleave(lengths.diff())[None]}
+        return compiled(ids, position_ids=places, **packing, use_cache=False).last_hidden_state
+
+    with torch.no_grad():
+        for cut in ([0, 5, 12], [0, 3, 4, 9, 12]):
+            lengths = torch.tensor(cut)
+            places = torch.cat([torch.arange(n) for n in lengths.diff()])[None]
+            parts = ids.tensor_split(lengths[1:-1], 1)
+            expected = torch.cat([model.model(x).last_hidden_state for x in parts], 1)
+            assert_close(run(cut, places), expected, atol=1e-4, rtol=1e-4)
+        with pytest.raises(RuntimeError, match=r"packed sequences of .*, position_ids differ"):
+            run([0, 3, 12], places)
+
+
+@pytest.mark.parametrize("lengths", [[3, 12], [0, 7, 5, 12], [0, 5, 13]])
+def test_lengths_that_are_not_cumulative(lengths, llama):
+    model = llama()
+    attnzoo.swap(model, "flash")
+    with pytest.raises(UnsupportedError, match="cumulative lengths begin with 0, do not decrease"):
+        model(torch.arange(12)[None], cu_seq_lens_k=torch.tensor(lengths))
 
 
 # -- custom masks --------------------------------------------------------------------------------

@@ -184,11 +184,15 @@ class Probe:
             yield "left padding", lambda: self.padded("left")
             yield "right padding", lambda: self.padded("right")
         if self.case.kind == "text":
-            if "position_ids" in self.takes:
+            if "position_ids" in self.takes and not self.is_recurrent():
                 yield "packed", self.packed
             yield "4-D mask", self.dense
         if self.case.steps and seam.CACHE_ARGUMENT in self.takes:
             yield "decoding", self.decoded
+
+    def is_recurrent(self) -> bool:
+        """Return whether stock layers mix packed documents, which a swap refuses therefore."""
+        return any(map(seam.has_recurrent_layers, seam.pretrained_models(self.module)))
 
     def _no_cache(self) -> dict[str, Any]:
         return {"use_cache": False} if "use_cache" in self.takes else {}

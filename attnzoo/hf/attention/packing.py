@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.padding import values_are_known
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf.masks import ModelMask
 
@@ -30,11 +31,44 @@ class Packing(NamedTuple):
 
     def given(self) -> dict[str, Tensor]:
         """Return the arguments that are not ``None``, each tensor once."""
-        unique: dict[int, tuple[str, Tensor]] = {}
-        for name, x in self._asdict().items():
-            if x is not None:
-                unique.setdefault(id(x), (name, x))
-        return dict(unique.values())
+        q, k = self.cu_seq_lens_q, self.cu_seq_lens_k
+        given = {"seq_idx": self.seq_idx, "cu_seq_lens_q": q, "cu_seq_lens_k": k}
+        return {n: x for n, x in given.items() if x is not None and not (n[-1] == "k" and x is q)}
+
+    @property
+    def has_lengths(self) -> bool:
+        """Whether cumulative lengths are given."""
+        return self.cu_seq_lens_q is not None or self.cu_seq_lens_k is not None
+
+    def shape_reasons(self, batch: int, tokens: int) -> list[str]:
+        """Return every reason why the shapes do not fit B rows of S tokens."""
+        reasons = []
+        if self.has_lengths and batch != 1:
+            reasons.append(f"there are {batch} rows (put all sequences into one)")
+        for name, x in self.given().items():
+            shape = tuple(x.shape)
+            if name != "seq_idx" and (len(shape) != 1 or shape[0] == 0):
+                reasons.append(f"{name} has the shape {shape}, not [sequences + 1]")
+            elif name == "seq_idx" and shape not in ((batch, tokens), (1, tokens)):
+                rows = (batch, tokens)
+                reasons.append(f"seq_idx has the shape {shape}, not [batch, tokens] = {rows}")
+        return reasons
+
+    def starts(self, tokens: int) -> dict[str, Tensor]:
+        """Return by argument the tokens after the first that begin a sequence, ``[B or 1, S - 1]``.
+
+        Raises:
+            UnsupportedError: Lengths are not cumulative lengths of such a row.
+        """
+        return {name: _starts(name, x, tokens) for name, x in self.given().items()}
+
+    def is_before_end(self, tokens: int) -> Tensor | bool:
+        """Return which tokens after the first are of a sequence; padding may follow the last."""
+        lengths = (x for name, x in self.given().items() if name != "seq_idx")
+        inside: Tensor | bool = True
+        for x in lengths:
+            inside = inside & (torch.arange(1, max(tokens, 1), device=x.device) < x[-1])
+        return inside
 
 
 def add_packing(
@@ -43,8 +77,8 @@ def add_packing(
     """Return the mask with ``segment_ids`` from the packing arguments of an attention call.
 
     ``position_ids``, from which the mask may have segments, and all arguments must agree. The
-    comparison costs one device synchronisation per mask, shared by the layers that use it. Under
-    ``torch.compile`` nothing is compared: a sequence begins where any of them says so.
+    comparison costs one device synchronisation per mask, shared by the layers that use it. A
+    compiled graph compares when it runs.
 
     Args:
         mask: The mask.
@@ -56,19 +90,18 @@ def add_packing(
         UnsupportedError: The arguments do not fit the call, or disagree.
     """
     given = packing.given()
-    assert given
     reasons = _unsupported_reasons(mask, packing, sizes, sharded=sharded)
     if reasons:
         raise UnsupportedError(
             f"{' and '.join(given)} are not supported here: {'; '.join(reasons)}"
         )
     if torch.compiler.is_compiling():
-        return replace(mask, segment_ids=_segment_ids(mask, given, sizes))
+        return replace(mask, segment_ids=_segment_ids(mask, packing, sizes))
     shared = mask.shared if isinstance(mask, ModelMask) else {}
     tensors = (mask.segment_ids, *given.values())
     key = ("packing", *map(id, tensors))
     if key not in shared:  # keeping the tensors alive keeps their ids unique
-        shared[key] = tensors, _segment_ids(mask, given, sizes)
+        shared[key] = tensors, _segment_ids(mask, packing, sizes)
     return replace(mask, segment_ids=shared[key][1])
 
 
@@ -84,26 +117,14 @@ def _unsupported_reasons(
         reasons.append("rows are split over several processes (give position_ids instead)")
     if mask.function is not None:
         reasons.append(f"the mask is {mask.function_name} (leave the attention mask out)")
-    if packing.cu_seq_lens_q is not None or packing.cu_seq_lens_k is not None:
-        if batch != 1:
-            reasons.append(f"there are {batch} rows (put all sequences into one)")
-        if mask.padding is not None:
-            reasons.append("an attention mask is given too (leave it out)")
-        shapes = {n: tuple(x.shape) for n, x in packing.given().items() if n != "seq_idx"}
-        reasons += [
-            f"{name} has the shape {shape}, not [sequences + 1]"
-            for name, shape in shapes.items()
-            if len(shape) != 1 or shape[0] == 0
-        ]
-    if packing.seq_idx is not None:
-        shape = tuple(packing.seq_idx.shape)
-        if shape not in ((batch, keys), (1, keys)):
-            reasons.append(f"seq_idx has the shape {shape}, not [batch, tokens] = {(batch, keys)}")
+    reasons += packing.shape_reasons(batch, keys)
+    if packing.has_lengths and mask.padding is not None:
+        reasons.append("an attention mask is given too (leave it out)")
     return reasons
 
 
 def _segment_ids(
-    mask: AttentionMask, given: dict[str, Tensor], sizes: tuple[int, int, int]
+    mask: AttentionMask, packing: Packing, sizes: tuple[int, int, int]
 ) -> Tensor | None:
     """Return the segments of all descriptions, ``[B, S]``; ``None`` if each row is one sequence.
 
@@ -111,19 +132,35 @@ def _segment_ids(
         UnsupportedError: Two descriptions disagree.
     """
     batch, _, keys = sizes
-    starts = {name: _starts(name, x, keys) for name, x in given.items()}
+    starts = packing.starts(keys)
     if mask.segment_ids is not None:
         starts["position_ids"] = mask.segment_ids.diff(dim=1) != 0
-    union = torch.zeros(batch, max(keys - 1, 0), dtype=torch.bool, device=_device(given))
-    for x in starts.values():
-        union = union | x
+    union = join_starts(starts, packing.is_before_end(keys)).expand(batch, -1)
     ids = F.pad(union.long().cumsum(1), (1, 0)) if keys else union.long()
-    if torch.compiler.is_compiling():
-        return ids
-    end = min([keys, *(int(x[-1]) for name, x in given.items() if name != "seq_idx")])
-    for name, x in starts.items():  # padding may follow the last of cu_seq_lens
-        differs = (x ^ union)[:, : max(end - 1, 0)]
-        if bool(differs.any()):
+    return ids if torch.compiler.is_compiling() or bool(union.any()) else None
+
+
+def join_starts(starts: dict[str, Tensor], is_compared: Tensor | bool) -> Tensor:
+    """Return the tokens after the first that begin a sequence, ``[B or 1, T - 1]`` bool.
+
+    Args:
+        starts: The same by each description of the rows.
+        is_compared: Where the descriptions must agree, ``[T - 1]`` or ``[B, T - 1]``.
+
+    Raises:
+        UnsupportedError: Two descriptions disagree. A compiled graph raises when it runs.
+    """
+    tensors = list(starts.values())
+    union = tensors[0]
+    for x in tensors[1:]:
+        union = union | x
+    for name, x in starts.items():
+        differs = (x ^ union) & is_compared
+        if not values_are_known(differs):
+            torch._assert_async(
+                ~differs.any(), f"the packed sequences of {', '.join(starts)} differ"
+            )
+        elif bool(differs.any()):
             row, token = differs.nonzero()[0].tolist()
             others = ", ".join(other for other in starts if other != name)
             raise UnsupportedError(
@@ -131,16 +168,18 @@ def _segment_ids(
                 f"begins at token {token + 1} of row {row}; pass arguments that agree, or "
                 "position_ids alone, which restart with each sequence"
             )
-    return ids if bool(union.any()) else None
-
-
-def _device(given: dict[str, Tensor]) -> torch.device:
-    return next(iter(given.values())).device
+    return union
 
 
 def _starts(name: str, x: Tensor, length: int) -> Tensor:
     """Return the tokens after the first that begin a sequence, ``[B or 1, S - 1]`` bool."""
     if name == "seq_idx":
         return x.diff(dim=1) != 0
+    is_cumulative = (x[0] == 0) & (x[-1] <= length) & (x.diff() >= 0).all()
+    rule = "cumulative lengths begin with 0, do not decrease, and end at most where the row does"
+    if not values_are_known(x):
+        torch._assert_async(is_cumulative, f"{name}: {rule}")
+    elif not is_cumulative:
+        raise UnsupportedError(f"{name} is {x.tolist()} for {length} tokens; {rule}")
     tokens = torch.arange(length, device=x.device)[1:]
     return (tokens[:, None] == x).any(1)[None]

@@ -22,19 +22,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from attnzoo.contract.by_sequence import assert_one_segment
 from attnzoo.contract.masks import AttentionMask
-from attnzoo.contract.padding import values_are_known
-from attnzoo.contract.sequences import (
-    RowLayout,
-    Sequences,
-    sequences_of_mask,
-)
+from attnzoo.contract.sequences import Sequences, sequences_of_mask
 from attnzoo.contract.states import DeltaState, ImplChoice, LinearState
 from attnzoo.errors import SpecError, UnsupportedError
 from attnzoo.hf import seam
 from attnzoo.hf.attention.call import ForwardArguments
 from attnzoo.hf.layers import unwrap_model
+from attnzoo.hf.models.documents import add_document_hooks, remove_document_hooks
 from attnzoo.hf.release_check import require_working_release
 from attnzoo.hf.unchanged import unchanged_on_error
 from attnzoo.ops.convolution import causal_convolution
@@ -43,7 +38,6 @@ from attnzoo.ops.linear.api import linear_attention
 from attnzoo.runtime.memory import empty_huge_pages
 
 M = TypeVar("M", bound=nn.Module)
-S = TypeVar("S", DeltaState, LinearState)
 
 RULES = (  # functions of the delta rule in transformers' modules, by name
     "torch_chunk_gated_delta_rule",
@@ -62,10 +56,10 @@ def speed_up(model: M) -> M:
     """Run a model's delta-rule, Mamba-2 and lightning layers on attnzoo's ops, on CPUs.
 
     The outputs and gradients equal those of the stock layers within float32 rounding, in prefill,
-    decoding and training. Packed rows (``cu_seq_lens_q`` or ``seq_idx``), which the stock layers
-    refuse on CPUs, work too. Weights, caches, config and saved files do not change; tensors on
-    other devices take the stock functions. Mamba-2 layers decode single tokens by the stock
-    function. ``attnzoo.restore`` undoes it.
+    decoding and training. Rows of several documents (``cu_seq_lens_q``, ``seq_idx`` or
+    ``position_ids`` that begin again) work too: all layers keep the documents apart. Weights,
+    caches, config and saved files do not change; tensors on other devices take the stock functions.
+    Mamba-2 layers decode single tokens by the stock function. ``attnzoo.restore`` undoes it.
 
     Args:
         model: A transformers model, or a wrapper of one.
@@ -111,6 +105,8 @@ def _replace_layers(model: PreTrainedModel) -> bool:
                 f"{forward!r}, which speed_up would disable; call speed_up before"
             )
         setattr(layer, _slot(layer), FastForward(layer))
+    if layers:
+        add_document_hooks(model, sped_up=True)
     return bool(layers)
 
 
@@ -122,6 +118,7 @@ def remove_speed_up(model: nn.Module) -> bool:
             del layer.forward
         else:
             vars(layer)["_old_forward"] = types.MethodType(type(layer).forward, layer)
+    remove_document_hooks(model, sped_up=True)
     return bool(layers)
 
 
@@ -173,17 +170,20 @@ class FastForward:
         self.layer = layer
         self.op = op_of_layer(type(layer))
         self.ran: ImplChoice | None = None
-        self._function: Callable[..., Any] | None = None
+        self._function = self._make_function()  # torch.compile cannot trace this
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer."""
-        if self._function is None:
-            self._function = self._make_function()
         return self._function(self.layer, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes without the function, which cannot be pickled."""
-        return vars(self) | {"_function": None}
+        return {name: x for name, x in vars(self).items() if name != "_function"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore the attributes and the function."""
+        vars(self).update(state)
+        self._function = self._make_function()
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -234,8 +234,8 @@ class FastForward:
             initial_state: ``[B, H, D, E]``.
             output_final_state: Whether to return the state.
             use_qk_l2norm_in_kernel: Whether to normalise queries and keys.
-            kwargs: May contain the lengths of packed sequences; see :func:`read_sequences`.
-                Unknown arguments are refused.
+            kwargs: May contain ``seq_idx``; see :func:`read_sequences`. Unknown arguments are
+                refused.
         """
         if query.device.type != "cpu":
             self._record(ImplChoice("stock", f"the tensors are on {query.device.type}"))
@@ -253,13 +253,13 @@ class FastForward:
         inputs: tuple[Tensor, ...] = (query, key, value, beta, g)
         batch, tokens = query.shape[:2]
         state = None if initial_state is None else DeltaState(initial_state.float())
-        needs_count = state is not None or output_final_state
-        packing = read_sequences(batch, tokens, kwargs, one_each=needs_count)
-        inputs, state = _as_one_row(inputs, state, packing)
+        has_state = state is not None or output_final_state
+        sequences = read_sequences(batch, tokens, kwargs, has_state=has_state)
+        inputs = _as_one_row(inputs, sequences)
         q, k, v, beta, log_decay = (_narrow(x).transpose(1, 2) for x in inputs)
         found = delta_attention(
             *(q, k, v, beta),
-            sequences=None if packing is None else packing[0],
+            sequences=sequences,
             log_decay=log_decay,
             scale=q.shape[3] ** -0.5,
             normalize_qk=use_qk_l2norm_in_kernel,
@@ -267,11 +267,8 @@ class FastForward:
             return_state=output_final_state,
         )
         self._record(found.impl)
-        last = found.state
-        if packing is not None and last is not None:
-            last = packing[1].state_to_rows(last, packing[0].count)
         out = found.out.transpose(1, 2).reshape(batch, tokens, *value.shape[2:])
-        return out.to(dtype), last.kv if isinstance(last, DeltaState) else None
+        return out.to(dtype), None if found.state is None else found.state.kv
 
     def _scan(
         self,
@@ -308,7 +305,7 @@ class FastForward:
             dt_softplus: Whether step sizes get a softplus.
             dt_limit: Their least and greatest values.
             return_final_states: Whether to return the states too.
-            kwargs: May contain the lengths of packed sequences. Unknown arguments are refused.
+            kwargs: May contain ``seq_idx``. Unknown arguments are refused.
         """
         if hidden_states.device.type != "cpu":
             self._record(ImplChoice("stock", f"the tensors are on {hidden_states.device.type}"))
@@ -327,13 +324,12 @@ class FastForward:
         groups = (t.float().repeat_interleave(heads // t.shape[2], 2) for t in (C, B))
         inputs: tuple[Tensor, ...] = (*groups, x * dt[..., None], A.float() * dt)
         state = None if initial_states is None else _scan_state(initial_states)
-        needs_count = state is not None or return_final_states
-        packing = read_sequences(batch, tokens, kwargs, one_each=needs_count)
-        inputs, state = _as_one_row(inputs, state, packing)
-        q, k, v, log_decay = (t.transpose(1, 2) for t in inputs)
+        has_state = state is not None or return_final_states
+        sequences = read_sequences(batch, tokens, kwargs, has_state=has_state)
+        q, k, v, log_decay = (t.transpose(1, 2) for t in _as_one_row(inputs, sequences))
         found = linear_attention(
             *(q, k, v),
-            sequences=None if packing is None else packing[0],
+            sequences=sequences,
             log_decay=log_decay,
             state=state,
             return_state=return_final_states,
@@ -343,11 +339,8 @@ class FastForward:
         out = out if D is None else out + D[:, None] * x
         if not return_final_states:
             return out
-        last = found.state
-        if packing is not None:
-            last = packing[1].state_to_rows(last, packing[0].count)
-        assert isinstance(last, LinearState)
-        return out, last.kv.transpose(2, 3)
+        assert isinstance(found.state, LinearState)
+        return out, found.state.kv.transpose(2, 3)
 
     @staticmethod
     def _no_fused_layer(
@@ -382,7 +375,7 @@ class FastForward:
             weight: ``[X, width]``.
             bias: ``[X]``.
             activation: Name of the activation function.
-            kwargs: May contain the lengths of packed sequences. Unknown arguments are refused.
+            kwargs: May contain ``seq_idx``. Unknown arguments are refused.
         """
         if hidden_states.device.type != "cpu":
             return stock(hidden_states, weight, bias, activation=activation, **kwargs)
@@ -390,16 +383,16 @@ class FastForward:
             "speed_up of the convolution", kwargs, seam.IGNORED_RULE_ARGUMENTS
         )
         batch, _, tokens = hidden_states.shape
-        packing = read_sequences(batch, tokens, kwargs)
-        if packing is not None:
-            return convolve_sequences(hidden_states, weight, bias, activation, packing[0])
+        sequences = read_sequences(batch, tokens, kwargs)
+        if sequences is not None:
+            return convolve_sequences(hidden_states, weight, bias, activation, sequences)
         if can_convolve_rows(hidden_states, weight, bias):
             return convolve_rows(hidden_states, weight, bias, activation)
         return stock(hidden_states, weight, bias, activation=activation)
 
     def _lightning(
         self, stock: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Compute MiniMax's lightning attention: linear attention with a constant decay per head.
 
         Args:
@@ -417,7 +410,8 @@ class FastForward:
             return result
         attention_mask = arguments.get(seam.ATTENTION_MASK, args, kwargs)
         cache = arguments.cache(args, kwargs)
-        known = {*seam.HIDDEN_STATES, *seam.ATTENTION_MASK, *seam.CACHE, *seam.IGNORED_ARGUMENTS}
+        known = {*seam.HIDDEN_STATES, *seam.ATTENTION_MASK, *seam.CACHE}
+        known |= seam.IGNORED_RULE_ARGUMENTS
         given = dict(zip(arguments.names, args, strict=False)) | kwargs
         seam.refuse_unknown_arguments(f"speed_up of {type(layer).__name__}", given, known)
         batch, length, _ = hidden_states.shape
@@ -425,26 +419,28 @@ class FastForward:
         if attention_mask is not None:
             qkv = (qkv * attention_mask[:, :, None]).to(qkv.dtype)
         qkv = qkv.reshape(batch, length, layer.num_attention_heads, 3 * layer.head_dim)
-        q, k, v = (x.transpose(1, 2) for x in qkv.split(layer.head_dim, 3))
+        qkv = qkv.split(layer.head_dim, 3)
         kv = None if cache is None else cache.get_linear_cache(layer.layer_idx)
-        dtype = torch.promote_types(q.dtype, torch.float32)
+        dtype = torch.promote_types(qkv[0].dtype, torch.float32)
         state = (
             None if kv is None else LinearState(kv.to(dtype), kv.new_zeros(kv.shape[:3]).to(dtype))
         )
+        sequences = read_sequences(batch, length, kwargs, has_state=cache is not None)
+        q, k, v = (x.transpose(1, 2) for x in _as_one_row(qkv, sequences))
         found = linear_attention(
             *(q, k, v),
+            sequences=sequences,
             log_decay=-layer.slope_rate.flatten().to(dtype),
             state=state,
-            return_state=True,
+            return_state=sequences is None,
         )
         self._record(found.impl)
-        assert isinstance(found.state, LinearState)
-        kv = found.state.kv.to(v.dtype)
-        out = layer.norm(found.out.transpose(1, 2).flatten(2))
-        out = layer.out_proj(torch.sigmoid(layer.output_gate(hidden_states)) * out)
+        kv = None if found.state is None else found.state.kv.to(v.dtype)
+        out = found.out.transpose(1, 2).reshape(batch, length, -1)
+        out = torch.sigmoid(layer.output_gate(hidden_states)) * layer.norm(out)
         if cache is not None:
             cache.set_linear_cache(layer.layer_idx, kv)
-        return out, kv
+        return layer.out_proj(out), kv
 
 
 def _with_globals(function: Any, replaced: dict[str, Any]) -> Any:
@@ -464,16 +460,11 @@ def _with_globals(function: Any, replaced: dict[str, Any]) -> Any:
     return copy
 
 
-def _as_one_row(
-    inputs: tuple[Tensor, ...], state: S | None, packing: tuple[Sequences, RowLayout] | None
-) -> tuple[tuple[Tensor, ...], S | None]:
-    """Return tensors ``[B, T, ...]`` as one row of sequences, and the states of the sequences."""
-    if packing is None:
-        return inputs, state
-    inputs = tuple(x.reshape(1, -1, *x.shape[2:]) for x in inputs)
-    if state is not None:
-        state = packing[1].state_to_sequences(state, packing[0].count)
-    return inputs, state
+def _as_one_row(inputs: tuple[Tensor, ...], sequences: Sequences | None) -> tuple[Tensor, ...]:
+    """Return tensors ``[B, T, ...]`` as one row of sequences, if there are any."""
+    if sequences is None:
+        return inputs
+    return tuple(x.reshape(1, -1, *x.shape[2:]) for x in inputs)
 
 
 def _scan_state(initial_states: Tensor) -> LinearState:
@@ -556,42 +547,30 @@ def convolve_rows(
 
 
 def read_sequences(
-    batch: int, tokens: int, kwargs: dict[str, Any], *, one_each: bool = False
-) -> tuple[Sequences, RowLayout] | None:
-    """Return the sequences of packed rows, one row after another, and their places in the rows.
+    batch: int, tokens: int, kwargs: dict[str, Any], *, has_state: bool = False
+) -> Sequences | None:
+    """Return the sequences of packed rows, one row after another.
 
     Args:
         batch: B.
-        tokens: Tokens of the call, after those that a cache puts before them.
-        kwargs: Arguments of a layer: ``seq_idx``, ``[B, T]``; or ``cu_seqlens`` or
-            ``cu_seq_lens_q``, the first tokens of the sequences of one row, and their number.
-        one_each: Whether each row must be one sequence if their number is unknown, in a compiled
-            graph: the number of states is then that of the rows.
+        tokens: T.
+        kwargs: Arguments of a layer; may contain ``seq_idx``, ``[B, T]``.
+        has_state: Whether a cache gets or has the state of the layer.
 
     Returns:
         ``None`` if each row is one sequence.
 
     Raises:
-        UnsupportedError: There are several rows, and the borders are those of one.
+        UnsupportedError: A state is needed, or the indices are not of these tokens.
     """
     ids = kwargs.get("seq_idx")
     if ids is None:
-        borders = kwargs.get("cu_seqlens")
-        borders = kwargs.get("cu_seq_lens_q") if borders is None else borders
-        if borders is None:
-            return None
-        if batch != 1:
-            raise UnsupportedError(
-                f"cu_seq_lens_q describes the sequences of one row, got a batch of {batch}; pass "
-                "one row, or seq_idx"
-            )
-        length = tokens if torch.compiler.is_compiling() else int(borders[-1])
-        positions = torch.arange(length, device=borders.device)
-        ids = torch.bucketize(positions, borders[1:], right=True)[None]
-    if (earlier := tokens - ids.shape[1]) > 0:
-        ids = torch.cat([ids[:, :1].expand(-1, earlier), ids], 1)
-    if one_each and not values_are_known(ids):
-        assert_one_segment(ids)
         return None
+    if has_state or ids.shape not in ((batch, tokens), (1, tokens)):
+        raise UnsupportedError(
+            f"a recurrent layer got seq_idx of shape {tuple(ids.shape)} for {batch} rows of "
+            f"{tokens} tokens{' and a cache' if has_state else ''}; call the model, which is sped "
+            "up, and not the layer, and call it without a cache"
+        )
     mask = AttentionMask(causal=True, segment_ids=ids)
-    return sequences_of_mask(mask, (batch, tokens), ids.device)
+    return sequences_of_mask(mask, (batch, tokens), ids.device)[0]

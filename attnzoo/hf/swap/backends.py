@@ -22,6 +22,7 @@ from attnzoo.hf.attention.call import add_hook, layer_backend
 from attnzoo.hf.attention.left_padding import add_position_hooks, remove_position_hooks
 from attnzoo.hf.configs import has_field, read_field
 from attnzoo.hf.layers import AttentionLayer, attention_layers, has_image_mask
+from attnzoo.hf.models.documents import add_document_hooks, remove_document_hooks
 from attnzoo.hf.names import IN_SWAPPED, NAME, REQUESTED
 from attnzoo.hf.release_check import require_working_release
 from attnzoo.hf.swap.extras import layer_names, warn
@@ -214,6 +215,7 @@ def detach(model: nn.Module) -> None:
             vars(module).pop("_attnzoo_arguments", None)
             del module.attnzoo
     remove_position_hooks(model)
+    remove_document_hooks(model)
 
 
 def config_spec(model: PreTrainedModel) -> Any:
@@ -263,6 +265,7 @@ def attach_when_built(model: PreTrainedModel) -> None:
         warn_of_image_masks(model, rest, backends)
         attach(rest, backends)
         add_position_hooks(model)
+        add_document_hooks(model)
         _ignore_when_missing(model, backends)
     if implementation == NAME:
         write_config(model.config, spec)

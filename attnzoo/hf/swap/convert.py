@@ -15,6 +15,7 @@ from attnzoo.errors import SpecError, did_you_mean
 from attnzoo.hf import seam
 from attnzoo.hf.attention.left_padding import add_position_hooks
 from attnzoo.hf.layers import AttentionLayer, attention_layers, unwrap_model
+from attnzoo.hf.models.documents import add_document_hooks
 from attnzoo.hf.models.speed_up import remove_speed_up
 from attnzoo.hf.names import IN_SWAPPED, NAME
 from attnzoo.hf.release_check import require_working_release
@@ -139,6 +140,7 @@ def _install(
     for config in seam.all_configs(target):
         _clear(config)  # this spec replaces those of submodels
     attach(layers, backends)
+    add_document_hooks(target)
     write_config(target.config, spec)
     seam.set_implementation(target, NAME, (layer.module for layer in layers))
 

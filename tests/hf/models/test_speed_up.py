@@ -79,8 +79,6 @@ FAMILIES = {
     },
     "minimax": {"block_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
-# softmax layers of granitemoehybrid attend across the borders of packed rows
-PACKED = [x for x in FAMILIES if x not in ("minimax", "granitemoehybrid")]
 LINEAR = ("granitemoehybrid", "nemotron_h", "minimax")
 
 
@@ -176,25 +174,6 @@ def test_a_prompt_in_two_parts(family):
         assert_close(found[1], whole, atol=2e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("family", PACKED)
-@pytest.mark.parametrize("given", ["seq_idx", "cu_seq_lens_q", "both"])
-def test_packed_rows_equal_separate_rows(family, given):
-    stock, ours = pair(family)
-    lengths = (13, 1, 30)
-    rows = [tokens(1, 44)[:, sum(lengths[:i]) :][:, :n] for i, n in enumerate(lengths)]
-    borders = torch.tensor([0, *lengths]).cumsum(0).int()
-    positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    packing = {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
-    packing |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
-    if given == "seq_idx":
-        packing = {}
-    if given != "cu_seq_lens_q":
-        packing["seq_idx"] = torch.repeat_interleave(torch.tensor(lengths))[None].int()
-    found = ours(torch.cat(rows, 1), position_ids=positions, **packing, use_cache=False).logits
-    expected = torch.cat([stock(row, use_cache=False).logits for row in rows], 1)
-    assert_close(found, expected, atol=2e-4, rtol=1e-3)
-
-
 def test_restore_copies_pickles_and_saved_files(family, tmp_path):
     stock, ours = pair(family)
     ids = tokens(1, 20)
@@ -288,7 +267,3 @@ def test_unsupported_models_are_refused(llama):
     layer.forward = lambda *args, **kwargs: None
     with pytest.raises(UnsupportedError, match="has been replaced"):
         attnzoo.speed_up(model)
-    _, ours = pair("qwen3_5_text")
-    borders = torch.tensor([0, 3, 9])
-    with pytest.raises(UnsupportedError, match="one row, got a batch of 2"):
-        ours(tokens(2, 9), cu_seq_lens_q=borders, use_cache=False)
