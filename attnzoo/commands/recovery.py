@@ -83,6 +83,9 @@ OffloadTeacher = Annotated[
         "to the GPU while it runs",
     ),
 ]
+DisableDropout = Annotated[
+    bool, typer.Option(help="train without the model's dropout, which its config keeps")
+]
 DistilLength = Annotated[
     int | None, typer.Option(help="tokens per row of distillation; default: --length")
 ]
@@ -366,6 +369,7 @@ def recover(
     hidden_states: HiddenStates = 0.0,
     teacher_dtype: TeacherDtype = None,
     offload_teacher: OffloadTeacher = False,
+    disable_dropout: DisableDropout = True,
     train: Train = "lora",
     *,
     context: typer.Context,
@@ -380,6 +384,7 @@ def recover(
     if plan is None and teacher is None:
         options = _with_recipe_attention(options)
     spec, weights = _spec_of_recovery(options, plan, teacher)
+    schedule = parse_object(distil_lr_scheduler_kwargs, "--distil-lr-scheduler-kwargs")
     given = {
         "transfer_steps": transfer_steps,
         "transfer_target": transfer_target,
@@ -391,15 +396,13 @@ def recover(
         "distil_length": distil_length,
         "distil_batch": distil_batch,
         "distil_lr_scheduler_type": distil_lr_scheduler_type,
-        "distil_lr_scheduler_kwargs": parse_object(
-            distil_lr_scheduler_kwargs, "--distil-lr-scheduler-kwargs"
-        ),
+        "distil_lr_scheduler_kwargs": schedule,
         "rate_factor": rate_factor,
         "top_k": top_k,
         "cross_entropy": cross_entropy,
         "hidden_states": hidden_states,
         "teacher_dtype": teacher_dtype,
-        "offload_teacher": offload_teacher,
+        **{"offload_teacher": offload_teacher, "disable_dropout": disable_dropout},
         "train": train,
         **options.config(),
     }

@@ -46,3 +46,19 @@ def has_field(config: Any, name: str) -> bool:
         return hasattr(config, name)
     except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError
         return True
+
+
+def set_dropout(config: Any, original: Any = None) -> None:
+    """Set every dropout of a config, its parts included, to 0, or to that of another config.
+
+    Args:
+        config: A config of transformers, which is changed: of a model that is not built yet if
+            dropouts become 0, because modules read them when they are built, or in each call.
+        original: The config of the same model from which dropouts are restored; 0 when ``None``.
+    """
+    for name, value in list(vars(config).items()):
+        if "drop" in name and isinstance(value, float | int) and not isinstance(value, bool):
+            setattr(config, name, type(value)(0) if original is None else getattr(original, name))
+    for name in config.sub_configs:
+        if (part := getattr(config, name, None)) is not None:
+            set_dropout(part, None if original is None else getattr(original, name))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from attnzoo.training.data import check_vocabulary
 from attnzoo.training.documents import DataError
 from attnzoo.training.loading import load_model, split_rows
 from attnzoo.training.runs import Run
-from attnzoo.training.transfer import swapped_layers
 
 LEAST_COSINE = 0.001  # smaller differences do not matter
 
@@ -157,16 +156,12 @@ class EmbeddingRun(EncoderRun):
                 "train_on='completions' selects predicted tokens, and an encoder predicts none; "
                 "leave it out"
             )
-        if config.gradient_checkpointing:
-            raise SpecError(
-                "gradient_checkpointing needs training mode, but encoders are recovered without "
-                "dropout, in evaluation mode; use accumulate to save memory"
-            )
         return super().load_rows(data, column)
 
     def load(self, **options: Any) -> PreTrainedModel:
         """Return the swapped model with its saved weights, in the class it was saved in."""
         cls = model_class(read_config(self.path), self.path)
+        options["disable_dropout"] = self.config.disable_dropout
         return load_model(self.path, self.spec, cls, **options)
 
     def set_eval_data(self, held_out: Texts) -> None:
@@ -179,19 +174,3 @@ class EmbeddingRun(EncoderRun):
     def quality(self, model: PreTrainedModel, *, is_original: bool = False) -> EmbeddingSimilarity:
         """Return the similarity of a model's embeddings to the original model's."""
         return similarity(embeddings(model, self.texts), self.originals)
-
-    def step_callback(self, model: Any, steps: int) -> Callable[[int], None]:
-        """Return a ``before_step`` that also disables dropout outside the backends.
-
-        With dropout, the teacher's outputs would differ in each step.
-        """
-        set_window_dropout = super().step_callback(model, steps)
-        backends = swapped_layers(model).values()
-
-        def before_step(step: int) -> None:
-            model.eval()
-            for backend in backends:
-                backend.train()
-            set_window_dropout(step)
-
-        return before_step

@@ -16,7 +16,7 @@ from attnzoo.errors import SpecError
 from attnzoo.evaluation.data import load_tokenizer
 from attnzoo.evaluation.models import require_causal
 from attnzoo.evaluation.rows import Rows
-from attnzoo.hf.configs import read_field
+from attnzoo.hf.configs import read_field, set_dropout
 from attnzoo.hf.names import NAME
 from attnzoo.hf.pretrained import build_model, load_pretrained
 from attnzoo.hf.saving.files import read_config
@@ -88,6 +88,7 @@ def load_model(
     load_in_4bit: bool = False,
     device: torch.device | None = None,
     empty: bool = False,
+    disable_dropout: bool = False,
 ) -> PreTrainedModel:
     """Load a model with its attention swapped by ``spec`` or by its own config.
 
@@ -99,6 +100,8 @@ def load_model(
         load_in_4bit: Whether linear layers, but for the head and what backends add, are in 4 bits.
         device: Device of weights in 4 bits; ``None`` for the current one.
         empty: Whether to build the model on the meta device, without weights.
+        disable_dropout: Whether all dropouts are 0; :func:`~attnzoo.hf.configs.set_dropout`
+            restores those of the config that is saved.
 
     Raises:
         SpecError: The model is already swapped and a spec is given, or neither.
@@ -116,6 +119,8 @@ def load_model(
         raise SpecError(f"{str(path)!r} is not swapped; give an attention to swap it with")
     if spec is not None:
         config.attnzoo = spec.to_dict()
+    if disable_dropout:
+        set_dropout(config)
     options = {"config": config, "attn_implementation": NAME, "dtype": dtype}
     if empty:
         with torch.device("meta"):

@@ -73,6 +73,7 @@ class RecoverConfig(TrainConfig):
     # the CPU while they do not run
     teacher_dtype: str | None = None
     offload_teacher: bool = False
+    disable_dropout: bool = True  # the teacher has none
     # schedule of the rates of distillation, as lr_scheduler_type; None: that of the loop
     distil_lr_scheduler_type: str | None = None
     distil_lr_scheduler_kwargs: Mapping[str, Any] = field(default_factory=dict)

@@ -16,9 +16,11 @@ from attnzoo.evaluation.decoding import measure_together
 from attnzoo.evaluation.equal_memory import EXACT, saved_cache_bytes
 from attnzoo.evaluation.margins import mean_of
 from attnzoo.evaluation.models import max_positions
+from attnzoo.hf.configs import set_dropout
 from attnzoo.hf.names import NAME
 from attnzoo.hf.saving.companions import copy_companions, move_files
 from attnzoo.hf.saving.dtype import cast_weights, rounded_weights
+from attnzoo.hf.saving.files import read_config
 from attnzoo.hf.swap.convert import original_attention
 from attnzoo.report.atomic_write import atomic_write
 from attnzoo.spec import AttentionSpec
@@ -74,6 +76,7 @@ def save(run: Run, model: PreTrainedModel, results: Mapping[str, Any]) -> None:
         if run.accelerator.is_main_process:
             model.requires_grad_(True)
             cast_weights(model, run.dtype)
+            set_dropout(model.config, read_config(run.path))
             model.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
             copy_companions(run.path, partial)

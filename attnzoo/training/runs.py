@@ -250,8 +250,7 @@ class Run:
             return json.loads(path.read_text("utf-8")), None
         except ValueError as error:
             raise CheckpointError(
-                f"{str(path)!r} is damaged ({error}); remove it to train the run again with "
-                "--resume"
+                f"{str(path)!r} is damaged ({error}); remove it to train the run again"
             ) from None
 
     def _check_folders(self, progress: dict[str, Any] | None) -> None:
@@ -290,6 +289,7 @@ class Run:
 
     def load(self, **options: Any) -> PreTrainedModel:
         """Return the swapped model with its saved weights; ``options`` are of ``load_model``."""
+        options["disable_dropout"] = self.config.disable_dropout
         return load_causal(self.path, self.spec, **options)
 
     @property

@@ -27,7 +27,7 @@ from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.data import load_tokenizer
 from attnzoo.evaluation.equal_memory import EqualWindow
 from attnzoo.hf import seam
-from attnzoo.hf.configs import read_field
+from attnzoo.hf.configs import read_field, set_dropout
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.models.speed_up import speed_up
 from attnzoo.hf.names import NAME
@@ -91,6 +91,10 @@ class StudentRun(Run):
                 "FSDP and DeepSpeed do not shard a student and its teacher; use "
                 "DistributedDataParallel (torchrun without a sharding config)"
             )
+        config = read_config(self.path)
+        if self.config.disable_dropout:
+            set_dropout(config)
+        options["config"] = config
         model: PreTrainedModel = load_pretrained(AutoModelForCausalLM, self.path, **options)
         model.register_forward_pre_hook(separate_documents, with_kwargs=True)
         return speed_up(model)

@@ -44,6 +44,7 @@ class TrainConfig:
     target_length: int | None = None
     label_smoothing_factor: float = 0.0  # of cross-entropy, as in TrainingArguments
     window_dropout: float = 0.0  # initial fraction of a hybrid's heads without their window
+    disable_dropout: bool = False  # train without the model's dropouts, which its config keeps
     gradient_checkpointing: bool = False
     # data type of frozen weights: "float32", or "bfloat16" with train="lora" or "extras", which
     # trains under autocast to bfloat16; what is trained is in float32
