@@ -7,8 +7,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnzoo import ops
+from attnzoo.backends.feature_maps.base import FEATURE_MAPS
+from attnzoo.backends.gates.base import GATES
+from attnzoo.contract.config import Geometry
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.ops.hybrid.state import LinearBranch
+from attnzoo.registry import build_backend
 from tests.helpers import by_sequence
 from tests.ops import table
 
@@ -118,6 +122,9 @@ ARITHMETIC = {
 }
 
 
+PROBE = 6  # a feature map of a row of zeros of D numbers gives its number of features
+
+
 class Dtypes(TorchDispatchMode):
     """Records the operators of torch that compute in a dtype, and where."""
 
@@ -130,8 +137,8 @@ class Dtypes(TorchDispatchMode):
         name = func.__name__.split(".")[0]
         for x in out if isinstance(out, tuple | list) else [out]:
             is_counted = self.names is None or name in self.names
-            if is_counted and isinstance(x, torch.Tensor) and x.dtype in self.dtypes and x.numel():
-                self.found.add(name)
+            if is_counted and isinstance(x, torch.Tensor) and x.dtype in self.dtypes:
+                self.found |= {name} if x.numel() > PROBE else set()
         return out
 
 
@@ -152,3 +159,21 @@ def test_ops_compute_in_their_dtype(dtype, name):
         assert not mode.found, f"{options}: {mode.found}"
         ran += found is not None
     assert ran
+
+
+def map_cases():
+    for name, feature_map in FEATURE_MAPS.items():
+        yield "linear", {"feature_map": name, "normalize": not feature_map.signed}
+    for name in GATES:
+        yield "gated_linear", {"gate": name}
+
+
+@pytest.mark.parametrize(("name", "options"), list(map_cases()))
+def test_feature_maps_and_gates_compute_in_float64(name, options):
+    geometry = Geometry(num_heads=4, num_key_heads=2, head_dim=PROBE, hidden_size=16, max_length=64)
+    backend = build_backend(name, options, geometry).double()
+    q, k, v = (torch.randn(2, heads, 24, PROBE, dtype=torch.float64) for heads in (4, 2, 2))
+    hidden = torch.randn(2, 24, 16, dtype=torch.float64)
+    with Dtypes((torch.float32, torch.bfloat16, torch.float16)) as mode:
+        backend(q, k, v, mask=CAUSAL, hidden_states=hidden)
+    assert not mode.found
