@@ -56,11 +56,11 @@ __all__ = [
     "calls_attention_interface",
     "can_set_implementation",
     "causal_mask_function",
-    "counts_positions",
     "document_masks",
     "family_uses_interface",
     "granite_normalizes_groups",
     "has_recurrent_layers",
+    "has_rotary_positions",
     "is_of_another_package",
     "is_quantized",
     "is_recording",
@@ -77,6 +77,7 @@ __all__ = [
     "set_implementation",
     "sub_configs",
     "submodels",
+    "takes_positions",
     "trainer_optimizer",
 ]
 
@@ -296,10 +297,10 @@ def may_compute_last_tokens(model: nn.Module, module: nn.Module) -> bool:
     return shares_keys and any(hasattr(type(part), SLICES_QUERIES) for part in model.modules())
 
 
-def counts_positions(model: nn.Module) -> bool:
-    """Return whether a model counts rotary positions from the start of a row if none are given.
+def takes_positions(model: nn.Module) -> bool:
+    """Return whether a model counts positions from the start of a row, or makes masks of them.
 
-    True also for a model that leaves this to a part of it, to which it passes a mask that it makes.
+    False for a model that makes positions from the mask or from images.
     """
     code = _forward_code(model)
     if code is None or not OWN_POSITIONS.isdisjoint(code.co_names):
@@ -309,9 +310,12 @@ def counts_positions(model: nn.Module) -> bool:
         return False
     stored = (x.argval for x in dis.get_instructions(code) if x.opname.startswith("STORE"))
     counts = "arange" in code.co_names and any("position_ids" in _names(x) for x in stored)
-    makes_mask = any(x.startswith("create_") and "mask" in x for x in code.co_names)
-    is_rotary = any(name.endswith("inv_freq") for name, _ in model.named_buffers())
-    return is_rotary and (counts or makes_mask)
+    return counts or any(x.startswith("create_") and "mask" in x for x in code.co_names)
+
+
+def has_rotary_positions(model: nn.Module) -> bool:
+    """Return whether layers of a model rotate queries and keys; learned positions do not count."""
+    return any(name.endswith("inv_freq") for name, _ in model.named_buffers())
 
 
 def _names(argument: Any) -> tuple[Any, ...]:

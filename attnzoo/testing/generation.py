@@ -152,7 +152,8 @@ def _check_split_prompts(model: Any, prompts: _Prompts) -> None:
 
 def _check_without_positions(model: Any, prompts: _Prompts) -> None:
     """Compare rows with padding for which no positions are given; learned ones may differ."""
-    if not any(map(seam.counts_positions, seam.pretrained_models(model))):
+    owners = filter(seam.takes_positions, seam.pretrained_models(model))
+    if not any(map(seam.has_rotary_positions, owners)):
         return
     ids, mask = prompts.ids, prompts.mask
     ours = model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]

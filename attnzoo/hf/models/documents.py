@@ -115,7 +115,7 @@ class DocumentHook(ForwardArguments):
             _text_positions(positions),
             mask,
             (tokens.shape[0], tokens.shape[1]),
-            keeps_cache=cache is not None or _keeps_cache(model, given),
+            keeps_cache=cache is not None or keeps_cache(model, given),
             one_each=bool(reason),
         )
         if starts is None and not packing.given():
@@ -152,7 +152,7 @@ class DocumentHook(ForwardArguments):
         return ""
 
 
-def _keeps_cache(model: Any, given: dict[str, Any]) -> bool:
+def keeps_cache(model: Any, given: dict[str, Any]) -> bool:
     """Return whether a call without a cache creates one."""
     found = given.get("use_cache")
     checkpoints = getattr(model, "gradient_checkpointing", False) and model.training
@@ -236,7 +236,7 @@ def document_starts(
             starts["position_ids"] = steps
     elif positions is not None:
         by_steps = mask is None and not keeps_cache
-        found = positions.diff(dim=1) != 1 if by_steps else _restarts(positions, real)
+        found = positions.diff(dim=1) != 1 if by_steps else restarts(positions, real)
         if not known and (one_each or not by_steps):
             torch._assert_async(~found.any(), PACKED_IN_GRAPH)
         elif not known or bool(found.any()):
@@ -256,7 +256,7 @@ def document_starts(
     return union if real is None else _with_padding(union, real)
 
 
-def _restarts(positions: Tensor, real: Tensor | None) -> Tensor:
+def restarts(positions: Tensor, real: Tensor | None) -> Tensor:
     """Return where real tokens have position 0, in rows where this happens again, ``[B, T - 1]``.
 
     Positions of padding on the left, of beams and trees do not count.

@@ -19,10 +19,10 @@ from attnzoo.contract.validation import DTYPES
 from attnzoo.errors import SpecError, UnsupportedError
 from attnzoo.hf import seam
 from attnzoo.hf.attention.call import add_hook, layer_backend
-from attnzoo.hf.attention.left_padding import add_position_hooks, remove_position_hooks
 from attnzoo.hf.configs import has_field, read_field
 from attnzoo.hf.layers import AttentionLayer, attention_layers, has_image_mask
 from attnzoo.hf.models.documents import add_document_hooks, remove_document_hooks
+from attnzoo.hf.models.row_positions import add_position_hooks, remove_position_hooks
 from attnzoo.hf.names import IN_SWAPPED, NAME, REQUESTED
 from attnzoo.hf.release_check import require_working_release
 from attnzoo.hf.swap.extras import layer_names, warn

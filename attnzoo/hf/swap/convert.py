@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from attnzoo.contract.backend import AttentionBackend
 from attnzoo.errors import SpecError, did_you_mean
 from attnzoo.hf import seam
-from attnzoo.hf.attention.left_padding import add_position_hooks
 from attnzoo.hf.layers import AttentionLayer, attention_layers, unwrap_model
 from attnzoo.hf.models.documents import add_document_hooks
+from attnzoo.hf.models.row_positions import add_position_hooks
 from attnzoo.hf.models.speed_up import remove_speed_up
 from attnzoo.hf.names import IN_SWAPPED, NAME
 from attnzoo.hf.release_check import require_working_release

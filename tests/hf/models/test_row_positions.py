@@ -1,4 +1,4 @@
-"""Rows with padding on the left and no positions: equal to the row alone, as softmax is."""
+"""Rows with padding on the left, or of several documents: equal to the row or document alone."""
 
 from typing import Any
 
@@ -11,8 +11,9 @@ from torch.testing import assert_close
 import attnzoo
 from attnzoo.backends.feature_maps.base import FEATURE_MAPS
 from attnzoo.backends.gates.base import GATES
+from attnzoo.errors import UnsupportedError
 from attnzoo.hf import seam
-from attnzoo.hf.attention.left_padding import PositionHook
+from attnzoo.hf.models.row_positions import PositionHook, documents_of
 from attnzoo.registry import available_backends
 from tests.helpers import MODEL_SIZES, redrawn, tiny_llama, tiny_llama_config
 
@@ -183,4 +184,61 @@ def test_restored_models_count_as_before(rows):
     attnzoo.restore(model)
     assert not model.model._forward_pre_hooks
     attnzoo.swap(model, "flash")
-    assert not model.model._forward_pre_hooks, "softmax needs no other positions"
+    (hook,) = model.model._forward_pre_hooks.values()
+    given = {"input_ids": rows[0], "attention_mask": rows[1]}
+    assert hook(model.model, (), given) is None, "softmax needs no other positions"
+
+
+LENGTHS = (1, 6, 1, 4)
+PLACES = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+ONES = torch.ones(2, 12, dtype=torch.long)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize(
+    ("build", "backend"), [(tiny_llama, "flash"), (tiny_llama, "linear"), (gpt2, "flash")]
+)
+def test_documents_beside_a_mask_of_ones_or_a_cache(build, backend, use_cache, masked):
+    """Who comes from stock flash attention passes both, and mixed documents otherwise."""
+    model = attnzoo.swap(redrawn(build()), backend)
+    ids = torch.randint(3, 99, (2, 12), generator=torch.Generator().manual_seed(5))
+    mask = {"attention_mask": ONES} if masked else {}
+    with torch.no_grad():
+        parts = [model(x, use_cache=False).logits for x in ids.split(LENGTHS, 1)]
+        for places in (PLACES, PLACES.expand(2, -1)):
+            found = model(ids, position_ids=places, use_cache=use_cache, **mask).logits
+            assert_close(found, torch.cat(parts, 1), atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("positions", "mask"),
+    [
+        ([[0, 0, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5]], None),  # left padding, as generation counts it
+        ([[1, 1, 1, 0, 1, 2], [0, 1, 2, 3, 4, 5]], None),  # as earlier releases do
+        ([[0, 1, 2, 2, 3, 3], [0, 1, 1, 1, 2, 2]], None),  # trees
+        ([[0, 1, 2, 0, 1, 2], [0, 1, 0, 1, 2, 3]], [[0, 1, 1, 1, 1, 1], [1] * 6]),  # padding
+        ([[[0, 1, 0, 1, 0, 1]]] * 3, None),  # M-RoPE
+    ],
+)
+def test_other_positions_separate_nothing(positions, mask):
+    given = torch.ones(2, 6) if mask is None else torch.tensor(mask)
+    assert documents_of(torch.tensor(positions), given, has_cache=True) is None
+
+
+def test_positions_of_another_shape_are_refused(rows):
+    model = attnzoo.swap(tiny_llama(), "flash")
+    with pytest.raises(UnsupportedError, match=r"shape \(1, 1, 14\); pass \[batch, tokens\]"):
+        model(rows[0], position_ids=torch.arange(14)[None, None])
+
+
+def test_a_compiled_graph_refuses_documents_when_it_runs(rows):
+    model = attnzoo.swap(tiny_llama(num_hidden_layers=1), "flash")
+    whole = torch.compile(model, backend="eager", fullgraph=True)
+    given = {"attention_mask": ONES, "use_cache": False}
+    with torch.no_grad():
+        ids = rows[0][:, :12]
+        expected = model(ids, position_ids=torch.arange(12)[None], **given).logits
+        assert_close(whole(ids, position_ids=torch.arange(12)[None], **given).logits, expected)
+        with pytest.raises(RuntimeError, match="position_ids begin again"):
+            whole(ids, position_ids=PLACES, **given)
