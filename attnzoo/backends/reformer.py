@@ -122,6 +122,7 @@ class ReformerBackend(AttentionBackend):
         needs_full_sequences="its buckets sort the tokens of a whole row",
     )
     optional_buffers: ClassVar[tuple[str, ...]] = ("calls",)
+    seeded_by_layer: ClassVar[bool] = True  # hashes
     calls: Tensor  # training calls so far, a scalar
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:

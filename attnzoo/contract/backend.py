@@ -87,6 +87,7 @@ class AttentionBackend(nn.Module):
         shard: This rank's part of the sequences under context parallelism, else ``None``.
         optional_buffers: Names of the buffers that a checkpoint may lack.
         no_weight_decay: Names of the parameters that set a decay or a mixture.
+        seeded_by_layer: Whether outputs depend on ``geometry.layer``, beyond the saved tensors.
     """
 
     name: ClassVar[str] = ""
@@ -95,6 +96,7 @@ class AttentionBackend(nn.Module):
     capabilities: Capabilities = Capabilities()
     optional_buffers: ClassVar[tuple[str, ...]] = ()
     no_weight_decay: ClassVar[tuple[str, ...]] = ()
+    seeded_by_layer: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

@@ -52,6 +52,11 @@ def layer_number(name: str, module: nn.Module) -> int:
     index = getattr(module, "layer_idx", None)
     if isinstance(index, int):
         return index
+    return number_in_name(name)
+
+
+def number_in_name(name: str) -> int:
+    """Return the first number in the name of a module, else 0."""
     match = _NUMBER.search(name)
     return int(match[1]) if match else 0
 

@@ -280,13 +280,15 @@ def _patch_saving(cls: Any) -> None:
 
     @wraps(save)
     def save_without_disabled_extras(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        from attnzoo.hf.heads.pruning import current_heads
         from attnzoo.hf.saving.checkpoints import without_disabled_extras
+        from attnzoo.hf.saving.layer_specs import current_specs
 
-        if getattr(self, "_hf_peft_config_loaded", False):  # saves an adapter only
-            from attnzoo.hf.adapters.extras import prepare_save
+        with current_heads(self), current_specs(self), without_disabled_extras(self):
+            if getattr(self, "_hf_peft_config_loaded", False):  # saves an adapter only
+                from attnzoo.hf.adapters.extras import prepare_save
 
-            prepare_save(self)
-        with without_disabled_extras(self):
+                prepare_save(self)
             return save(self, *args, **kwargs)
 
     @wraps(from_pretrained)

@@ -21,6 +21,7 @@ from attnzoo.errors import UnsupportedError
 from attnzoo.hf.adapters.config import check_swap, current_swap, download_options, record_swap
 from attnzoo.hf.configs import has_field
 from attnzoo.hf.names import LOADED, NAME
+from attnzoo.hf.saving.layer_specs import current_specs
 from attnzoo.hf.swap.convert import swap
 from attnzoo.registry import build_backend
 
@@ -132,8 +133,9 @@ def prepare_save(model: Any) -> None:
         UnsupportedError: The adapters lack parameters of backends that are trained.
     """
     refuse_lost_extras(model)
-    for config in getattr(model, "peft_config", {}).values():
-        record_swap(model, config)
+    with current_specs(model):
+        for config in getattr(model, "peft_config", {}).values():
+            record_swap(model, config)
 
 
 def complete_conversion(

@@ -17,7 +17,8 @@ texts, N all tokens, F features of the kept heads.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -100,7 +101,8 @@ def prune_heads(
         requested.setdefault(layer.name, set()).update(numbers)
     with unchanged_on_error(target):
         _prune(target, layers, requested)
-        recorded = {layer.name: _pruned(layer) for layer in layers if _KEPT in vars(layer.module)}
+        kept = [layer for layer in layers if _KEPT in vars(layer.module)]
+        recorded = {layer.name: _pruned(layer.module) for layer in kept}
         if recorded:
             setattr(target.config, PRUNED, recorded)
     return model
@@ -134,10 +136,29 @@ def _find_layer(layers: Sequence[AttentionLayer], key: int | str) -> AttentionLa
     raise SpecError(f"{problem}; name one of {names}")
 
 
-def _pruned(layer: AttentionLayer) -> list[int]:
-    """Return the numbers of the heads that a layer has lost."""
-    kept, total = vars(layer.module)[_KEPT]
+def _pruned(module: nn.Module) -> list[int]:
+    """Return the numbers of the heads that an attention module has lost."""
+    kept, total = vars(module)[_KEPT]
     return sorted(set(range(total)) - set(kept))
+
+
+@contextmanager
+def current_heads(model: PreTrainedModel) -> Iterator[None]:
+    """Context manager under which a config records the heads of the layers that a model has now.
+
+    Layers may have been removed, reordered or repeated since :func:`prune_heads`.
+    """
+    before = read_field(model.config, PRUNED)
+    modules = model.named_modules(remove_duplicate=False)
+    recorded = {name: _pruned(module) for name, module in modules if _KEPT in vars(module)}
+    if before is None:
+        yield
+        return
+    try:
+        setattr(model.config, PRUNED, recorded)
+        yield
+    finally:
+        setattr(model.config, PRUNED, before)
 
 
 def original_heads(layer: AttentionLayer) -> list[int]:

@@ -14,6 +14,7 @@ from typing import Any
 from attnzoo.errors import CheckpointMismatchError, SpecError, SwapWarning
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.names import ARCHITECTURE_PREFIX, NAME, TYPE_PREFIX
+from attnzoo.hf.saving.rope import add_flat_rope
 
 
 def saved_implementation(config: Any) -> str | dict[str, Any] | None:
@@ -58,18 +59,18 @@ def saved_config(config: Any, data: dict[str, Any]) -> dict[str, Any]:
 
 
 def saved_json(config: Any, text: str) -> str:
-    """Return the text of a config.json, with the type of model that a saved swap has.
+    """Return the text of a config.json, with flat RoPE fields and the type that a saved swap has.
 
-    The type is in the file only: transformers reads ``model_type`` of configs in many places.
+    Both are in the file only: transformers reads ``model_type`` of configs in many places.
 
     Args:
         config: The config.
         text: What its stock ``to_json_string`` returns.
     """
-    if saved_implementation(config) is None:
-        return text
     data = json.loads(text)
-    data["model_type"] = TYPE_PREFIX + config.model_type
+    add_flat_rope(config, data)
+    if saved_implementation(config) is not None:
+        data["model_type"] = TYPE_PREFIX + config.model_type
     return json.dumps(data, indent=2, sort_keys=True) + "\n"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from attnzoo.hf.saving.rope import rope_table
 from attnzoo.hf.stock.classes import ENGINES, stock_class, windowed_class
 
 KEPT = ("license", "license_name", "license_link", "language", "datasets")  # of the source's card
@@ -51,6 +52,8 @@ def card(config: Any, layers: Sequence[Layer], source: str, source_card: str = "
         "trained nothing. The model runs without attnzoo.\n",
         _layers(layers, stock_class(config.model_type).recurrent) + "\n",
     ]
+    if positions := rope_table(config):
+        parts.append(positions + "\n")
     if RECURRENT in layers:
         parts.append(EXPERIMENTAL.format(windowed_class(config.model_type)))
     if any(isinstance(x, int) for x in layers):

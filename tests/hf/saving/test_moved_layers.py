@@ -1,0 +1,97 @@
+"""Layers that are removed, reordered or repeated after a swap are saved as they are."""
+
+import copy
+import json
+
+import peft
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import attnzoo
+from attnzoo.errors import SpecError
+from tests.helpers import add_noise, tiny_llama
+
+IDS = torch.arange(3, 33)[None]
+SPECS = {
+    "window": attnzoo.AttentionSpec("flash", layers={"1": "flash:window=4"}),
+    "mixed": attnzoo.AttentionSpec("gated_linear", layers={"1": "delta", "2-3": "flash"}),
+    "by name": attnzoo.AttentionSpec("linear", layers={"layers.1.self_attn": "flash"}),
+    "uniform": attnzoo.AttentionSpec("performer", num_features=8),
+}
+KEPT = {"removed": (0, 2, 3), "reordered": (3, 1, 2, 0), "repeated": (0, 1, 1, 3), "one": (2,)}
+
+
+def make(spec):
+    model = attnzoo.swap(tiny_llama(num_hidden_layers=4), spec)
+    for module in model.modules():
+        if isinstance(module, attnzoo.AttentionBackend):
+            add_noise(module, 0.3)
+    return model
+
+
+def move(model, kept):
+    """Keep some layers in another order, as pruning and depth up-scaling do."""
+    layers = [copy.deepcopy(model.model.layers[number]) for number in kept]
+    for number, layer in enumerate(layers):
+        layer.self_attn.layer_idx = number
+    model.model.layers = nn.ModuleList(layers)
+    model.config.num_hidden_layers = len(layers)
+    return model
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=IDS, use_cache=False).logits
+
+
+@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("name", SPECS)
+def test_a_loaded_model_has_the_backends_of_its_layers(name, kept, tmp_path):
+    model = move(make(SPECS[name]), KEPT[kept])
+    expected, spec = logits(model), copy.deepcopy(model.config.attnzoo)
+    (copy.deepcopy(model) if name == "mixed" else model).save_pretrained(tmp_path)
+    assert model.config.attnzoo == spec  # of the swap; only the file is another
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(logits(again), expected)
+
+
+def test_an_adapter_records_the_layers_of_its_model(tmp_path):
+    model = move(make(SPECS["mixed"]), KEPT["reordered"])
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model, config)
+    model.save_pretrained(tmp_path)
+    recorded = json.loads((tmp_path / "adapter_config.json").read_text())["attnzoo"]
+    base = move(tiny_llama(num_hidden_layers=4), KEPT["reordered"])
+    again = peft.PeftModel.from_pretrained(attnzoo.swap(base, recorded), tmp_path)
+    assert torch.equal(logits(again.eval()), logits(model.eval()))
+
+
+def test_pruned_heads_move_with_their_layers(tmp_path):
+    model = attnzoo.prune_heads(tiny_llama(num_hidden_layers=4), {1: [0, 1], 3: [2, 3]})
+    move(model, KEPT["removed"]).save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(logits(again), logits(model))  # sdpa and eager
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "reason"),
+    [
+        (
+            "linformer",
+            {"block": 5, "sharing": "layerwise"},
+            r"layers\.0\.self_attn would",
+        ),
+        ("reformer", {"window": 4}, "depend on the number of its layer"),
+    ],
+)
+def test_layers_that_no_spec_describes_are_refused_before_a_file_is_written(
+    backend, options, reason, tmp_path
+):
+    model = make(attnzoo.AttentionSpec(backend, **options))
+    model.model.layers = model.model.layers[1:]
+    model.config.num_hidden_layers = 3
+    with pytest.raises(SpecError, match=reason):
+        model.save_pretrained(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
