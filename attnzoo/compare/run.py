@@ -244,17 +244,19 @@ def compare(
         patient = Workers(threads=workers.threads, timeout=CHECK_SECONDS, memory_bytes={})
         for text in patient.run(check_case_kernels, unchecked, info).get("checks", ()):
             log(text)
-    rows = _measure_costs(
-        cases, info, workers, config, about, rows, lambda n, name: on_progress(n, total, name)
+    rows = add_memory(  # first: what is computed, in seconds
+        sizes, info, config.out, about, rows, lambda n, name: on_progress(n, total, name)
     )
-    done = len(cases)
-    rows = add_memory(
-        sizes, info, config.out, about, rows, lambda n, name: on_progress(done + n, total, name)
+    if batch and info.generates:
+        rows = add_equal_windows(sizes, info, config.out, about, rows)
+    done = len(sizes)
+    rows = _measure_costs(
+        *(cases, info, workers, config, about, rows),
+        lambda n, name: on_progress(done + n, total, name),
     )
     if batch:
-        done += len(sizes)
+        done += len(cases)
         if sizes and info.generates:
-            rows = add_equal_windows(sizes, info, config.out, about, rows)
             known = {spec_label(spec) for spec in specs}
             windows = {w for w in equal_windows(rows).values() if w and w < batch.shape[1]}
             for window in sorted(windows):  # measured beside the attentions, without cost
