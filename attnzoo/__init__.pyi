@@ -1,5 +1,8 @@
 # The public names; attnzoo/__init__.py reads them from here (attnzoo/lazy_names.py). The modules of
 # register_feature_map and register_gate register the built-in names first, which reserves them.
+from attnzoo import ops as ops
+from attnzoo import testing as testing
+from attnzoo import training as training
 from attnzoo.backends.feature_maps.base import FeatureMap as FeatureMap
 from attnzoo.backends.feature_maps.base import register_feature_map as register_feature_map
 from attnzoo.backends.gates.base import Gate as Gate

@@ -18,7 +18,7 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
 
     Args:
         package: Name of the package. Its stub has a line ``from <module> import <name> as <name>``
-            for each name.
+            for each name, in which the module is the package itself for a submodule.
     """
     namespace = vars(sys.modules[package])
     stub = Path(namespace["__file__"]).with_suffix(".pyi").read_text("utf-8")
@@ -28,7 +28,10 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
     def get(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = namespace[name] = getattr(import_module(modules[name]), name)
+        module = modules[name]
+        if module == package:  # a submodule
+            return import_module(f"{package}.{name}")
+        value = namespace[name] = getattr(import_module(module), name)
         return value
 
     def names() -> list[str]:

@@ -9,6 +9,7 @@ from fractions import Fraction as Fraction
 from decimal import (
     Decimal as Decimal,
 )
+from zoo_lazy import part as part
 
 __version__: str
 """
@@ -23,13 +24,15 @@ def test_names_come_from_the_stub_on_first_use(tmp_path, monkeypatch):
     (folder / "__init__.pyi").write_text(STUB)
     (folder / "__init__.py").write_text(CODE)
     monkeypatch.syspath_prepend(tmp_path)
+    (folder / "part.py").write_text("")
     import zoo_lazy
 
     monkeypatch.setitem(sys.modules, "zoo_lazy", zoo_lazy)
-    assert zoo_lazy.__all__ == ["Decimal", "Fraction"]
+    assert zoo_lazy.__all__ == ["Decimal", "Fraction", "part"]
     assert {"Decimal", "Fraction", "__all__"} <= set(dir(zoo_lazy))
     assert "Decimal" not in vars(zoo_lazy)
     assert zoo_lazy.Decimal.__module__ == "decimal"
     assert "Decimal" in vars(zoo_lazy)
+    assert zoo_lazy.part.__name__ == "zoo_lazy.part"  # once imported, an attribute
     with pytest.raises(AttributeError, match="module 'zoo_lazy' has no attribute 'Float'"):
         _ = zoo_lazy.Float

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # From the bottom up: a module imports from its own row and the rows below, never from above.
 ROWS = (
-    {"autoload", "errors", "lazy_names"},
+    {"autoload", "errors", "lazy_names", "optional_packages"},
     {"runtime"},
     {"contract"},
     {"ops"},

@@ -15,16 +15,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
 import numpy as np
 import torch
 from filelock import FileLock
 
 from attnzoo.evaluation.corpus import MIN_REPEAT_LENGTH, add_repeats
 from attnzoo.evaluation.rows import Rows
+from attnzoo.optional_packages import OptionalPackage
 from attnzoo.training.documents import DataError, progress_bars
+
+if TYPE_CHECKING:
+    import datasets
+else:
+    datasets = OptionalPackage("datasets", extra="train")
+
 
 FORMAT = 2  # of the files of rows
 DOCUMENTS_AT_ONCE = 1000
@@ -32,9 +38,7 @@ ROWS_AT_ONCE = 4096
 # Documents from which on a tokenizer in Python runs in several processes (fast ones have threads),
 # and shows its progress
 MANY_DOCUMENTS = 4000
-FEATURES = datasets.Features(
-    input_ids=datasets.List(datasets.Value("int32")), bytes=datasets.Value("int64")
-)
+COLUMNS = ("input_ids", "bytes")  # of tokenized documents
 
 
 def check_vocabulary(token: int, vocab_size: int) -> None:
@@ -57,8 +61,14 @@ def tokenizer_key(tokenizer: Any) -> str:
     return repr((type(tokenizer).__qualname__, own))
 
 
+def token_features() -> datasets.Features:
+    """Return the types of :data:`COLUMNS`."""
+    types = (datasets.List(datasets.Value("int32")), datasets.Value("int64"))
+    return datasets.Features(zip(COLUMNS, types, strict=True))
+
+
 def tokens_of(texts: list[str], tokenizer: Any) -> dict[str, Any]:
-    """Return the columns of :data:`FEATURES` of documents."""
+    """Return the columns :data:`COLUMNS` of documents."""
     return {
         "input_ids": tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"],
         "bytes": [len(text.encode()) for text in texts],
@@ -67,8 +77,8 @@ def tokens_of(texts: list[str], tokenizer: Any) -> dict[str, Any]:
 
 def tokenize(documents: datasets.Dataset, tokenizer: Any) -> datasets.Dataset:
     """Return the tokens of each document, ``input_ids``, and its ``bytes`` of text."""
-    if set(FEATURES) <= set(documents.column_names):  # tokenized when they were read
-        return documents.select_columns(list(FEATURES))
+    if set(COLUMNS) <= set(documents.column_names):  # tokenized when they were read
+        return documents.select_columns(list(COLUMNS))
     fast = getattr(tokenizer, "is_fast", False)
     key = repr((documents._fingerprint, tokenizer_key(tokenizer), FORMAT))
 
@@ -80,7 +90,7 @@ def tokenize(documents: datasets.Dataset, tokenizer: Any) -> datasets.Dataset:
             batched=True,
             batch_size=DOCUMENTS_AT_ONCE,
             remove_columns=documents.column_names,
-            features=FEATURES,
+            features=token_features(),
             num_proc=os.cpu_count() if many and not fast else None,
             new_fingerprint=hashlib.sha256(key.encode()).hexdigest()[:16],
             desc="tokenizing",

@@ -13,21 +13,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from glob import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
 import numpy as np
-from datasets import Dataset, Features, Value, concatenate_datasets, interleave_datasets
-from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
 from attnzoo.errors import AttnzooError
+from attnzoo.optional_packages import OptionalPackage
+
+if TYPE_CHECKING:
+    import datasets
+else:
+    datasets = OptionalPackage("datasets", extra="train")
 
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # others are plain text
 HELD_OUT = 20  # one document in 20 is held out
 WEIGHT = re.compile(r"(?P<path>.+):(?P<weight>\d+(\.\d+)?|\.\d+)")  # path:0.7
 MIXTURE_SEED = 0  # a mixture is the same in every run
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")  # owner/name, or owner/name:config
-FEATURES = Features({"text": Value("large_string"), "digest": Value("binary")})
+COLUMNS = ("text", "digest")  # of documents
 MANY_BYTES = 2**26  # text from this size on is read with a progress bar
 Extract = Callable[[dict[str, Any], str], str]
 
@@ -36,9 +39,15 @@ class DataError(AttnzooError):
     """The text cannot be read or used for training."""
 
 
+def text_features() -> datasets.Features:
+    """Return the types of :data:`COLUMNS`."""
+    types = (datasets.Value("large_string"), datasets.Value("binary"))
+    return datasets.Features(zip(COLUMNS, types, strict=True))
+
+
 def read_documents(
     paths: Sequence[Path | str], column: str = "text", extract: Extract | None = None
-) -> Dataset:
+) -> datasets.Dataset:
     """Return the documents of files, folders of them and data sets.
 
     Args:
@@ -61,7 +70,7 @@ def read_documents(
     if any(weight is not None for weight in weights.values()):
         return _mixture(weights, column, extract)
     files: list[Path] = []
-    parts: list[Dataset] = []
+    parts: list[datasets.Dataset] = []
     for path in map(Path, paths):
         source = _data_set(path)
         if source is None:
@@ -70,7 +79,7 @@ def read_documents(
             parts.append(_documents_of(source, column, extract, str(path)))
     if files:
         parts.insert(0, _documents_in(files, column, extract))
-    documents = concatenate_datasets(parts) if parts else None
+    documents = datasets.concatenate_datasets(parts) if parts else None
     if not documents:
         raise no_text(paths)
     return documents
@@ -83,7 +92,9 @@ def split_weight(path: Path | str) -> tuple[str, float | None]:
     return (text, None) if found is None else (found["path"], float(found["weight"]))
 
 
-def _mixture(weights: Mapping[str, float | None], column: str, extract: Extract | None) -> Dataset:
+def _mixture(
+    weights: Mapping[str, float | None], column: str, extract: Extract | None
+) -> datasets.Dataset:
     """Return documents of several sources in a fixed random order, mixed by their weights.
 
     Each next document comes from a source with a probability proportional to the source's weight,
@@ -97,7 +108,7 @@ def _mixture(weights: Mapping[str, float | None], column: str, extract: Extract 
     Raises:
         DataError: A path has no weight, or a weight is 0.
     """
-    return interleave_datasets(
+    return datasets.interleave_datasets(
         [read_documents([path], column, extract) for path in weights], **mixture_options(weights)
     )
 
@@ -123,7 +134,7 @@ def mixture_options(weights: Mapping[str, float | None]) -> dict[str, Any]:
     }
 
 
-def _data_set(path: Path) -> Dataset | None:
+def _data_set(path: Path) -> datasets.Dataset | None:
     """Return a data set of the Hub or of a folder of ``save_to_disk``; ``None`` for other paths."""
     if not is_hub_id(path):
         return saved_data_set(path)
@@ -132,7 +143,7 @@ def _data_set(path: Path) -> Dataset | None:
         return datasets.load_dataset(name, config or None, split="train")
 
 
-def saved_data_set(path: Path) -> Dataset | None:
+def saved_data_set(path: Path) -> datasets.Dataset | None:
     """Return the data set of a folder of ``save_to_disk``; ``None`` for other paths."""
     if (path / "state.json").is_file():
         return datasets.load_from_disk(str(path))
@@ -153,7 +164,7 @@ def explain_hub_errors(path: Path) -> Iterator[None]:
     """Context in which errors of loading a data set of the Hub become a :class:`DataError`."""
     try:
         yield
-    except (DatasetNotFoundError, OSError, ValueError) as error:
+    except (datasets.exceptions.DatasetNotFoundError, OSError, ValueError) as error:
         raise DataError(
             f"There is no file or folder {str(path)!r}, and no data set of the Hub by this name "
             f"could be loaded ({str(error).strip()}); give --data an existing one"
@@ -182,7 +193,9 @@ def entry_of(text: str) -> dict[str, Any]:
     return {"text": text, "digest": hashlib.sha256(text.encode()).digest()}
 
 
-def _documents_of(source: Dataset, column: str, extract: Extract | None, name: str) -> Dataset:
+def _documents_of(
+    source: datasets.Dataset, column: str, extract: Extract | None, name: str
+) -> datasets.Dataset:
     """Return the documents of a data set."""
 
     def entries(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
@@ -190,24 +203,24 @@ def _documents_of(source: Dataset, column: str, extract: Extract | None, name: s
         single = ({key: values[i] for key, values in rows.items()} for i in range(count))
         texts = [document_of(row, column, extract, name) for row in single]
         kept = [entry_of(text) for text in texts if text.strip()]
-        return {key: [entry[key] for entry in kept] for key in FEATURES}
+        return {key: [entry[key] for entry in kept] for key in COLUMNS}
 
     columns = source.column_names
     with progress_bars((source.size_in_bytes or 0) >= MANY_BYTES):
         return source.map(
-            entries, batched=True, remove_columns=columns, features=FEATURES, desc="reading"
+            entries, batched=True, remove_columns=columns, features=text_features(), desc="reading"
         )
 
 
-def _documents_in(files: Sequence[Path], column: str, extract: Extract | None) -> Dataset:
+def _documents_in(files: Sequence[Path], column: str, extract: Extract | None) -> datasets.Dataset:
     """Return the documents of files; read again if a file has another size or time."""
     versions = file_versions(files)
     key = hashlib.sha256(repr((versions, column, _name(extract))).encode()).hexdigest()
     large = sum(size for _, size, _ in versions) >= MANY_BYTES
     with unwrap_generation_errors(), progress_bars(large):
-        return Dataset.from_generator(
+        return datasets.Dataset.from_generator(
             _read_files,
-            features=FEATURES,
+            features=text_features(),
             # a tuple: datasets reads the items of a list apart, and one of them may be empty
             gen_kwargs={"files": tuple(files), "column": column, "extract": extract},
             fingerprint=key[:16],
@@ -225,7 +238,7 @@ def unwrap_generation_errors() -> Iterator[None]:
     """Context in which errors of a generator of documents come out of ``datasets`` as they are."""
     try:
         yield
-    except DatasetGenerationError as error:
+    except datasets.exceptions.DatasetGenerationError as error:
         cause = error.__cause__
         raise (cause if isinstance(cause, DataError) else DataError(str(error))) from cause
 
@@ -278,7 +291,7 @@ def rows_in(path: Path) -> Iterator[dict[str, Any]]:
             f"{str(path)!r} is not UTF-8 text (byte {error.start}: {error.reason}); convert the "
             "file, or leave it out"
         ) from None
-    except (DatasetGenerationError, OSError, ValueError) as error:
+    except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"{str(path)!r} cannot be read as {reader}: {error}") from error
@@ -351,7 +364,7 @@ def _is_data(path: Path, folder: Path) -> bool:
     return path.is_file() and not any(p.startswith(".") or p == "__pycache__" for p in parts)
 
 
-def split_documents(documents: Dataset) -> tuple[Dataset, Dataset]:
+def split_documents(documents: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset]:
     """Return training and held-out documents: one in 20 by hash, or a single one's last tenth.
 
     Equal documents are on the same side.
@@ -361,7 +374,7 @@ def split_documents(documents: Dataset) -> tuple[Dataset, Dataset]:
         text = documents[0]["text"]
         cut = len(text) * 9 // 10
         halves = [{"text": [half]} for half in (text[:cut], text[cut:])]
-        return Dataset.from_dict(halves[0]), Dataset.from_dict(halves[1])
+        return datasets.Dataset.from_dict(halves[0]), datasets.Dataset.from_dict(halves[1])
     last = sorted(digests)[max(1, len(digests) // HELD_OUT) - 1]
     held_out = np.array([digest <= last for digest in digests])
     return documents.select(np.flatnonzero(~held_out)), documents.select(np.flatnonzero(held_out))

@@ -16,6 +16,7 @@ from attnzoo.errors import SpecError
 from attnzoo.evaluation.data import load_tokenizer
 from attnzoo.evaluation.models import require_causal
 from attnzoo.evaluation.rows import Rows
+from attnzoo.hf.adapters.lora import require_peft
 from attnzoo.hf.configs import read_field, set_dropout
 from attnzoo.hf.names import NAME
 from attnzoo.hf.pretrained import build_model, load_pretrained
@@ -41,6 +42,8 @@ def split_rows(
     extract: Extract | None = None,
 ) -> tuple[R, R]:
     """Return training rows and held-out rows, each made of documents by ``make``."""
+    if config.train == "lora":
+        require_peft()  # before a run measures for minutes
     vocab_size = read_field(read_config(path).get_text_config(), "vocab_size")
     if vocab_size is None:
         raise SpecError(f"{str(path)!r} holds no model of text; give a language model")

@@ -11,14 +11,11 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
-from datasets import Dataset, Features, IterableDataset, interleave_datasets
-
+from attnzoo.optional_packages import OptionalPackage
 from attnzoo.training import data
 from attnzoo.training.documents import (
-    FEATURES,
     DataError,
     document_of,
     entry_of,
@@ -32,8 +29,14 @@ from attnzoo.training.documents import (
     rows_in,
     saved_data_set,
     split_weight,
+    text_features,
     unwrap_generation_errors,
 )
+
+if TYPE_CHECKING:
+    import datasets
+else:
+    datasets = OptionalPackage("datasets", extra="train")
 
 AT_ONCE = 256  # documents that are tokenized together
 MANY_TOKENS = 10**7  # a progress bar is shown from this number on
@@ -41,7 +44,7 @@ MANY_TOKENS = 10**7  # a progress bar is shown from this number on
 
 def stream_documents(
     paths: Sequence[Path | str], column: str, tokenizer: Any, max_tokens: int
-) -> Dataset:
+) -> datasets.Dataset:
     """Return the first documents that have so many tokens together, or all if they have fewer.
 
     Args:
@@ -81,9 +84,9 @@ def stream_documents(
             raise no_text(paths)
 
     with unwrap_generation_errors(), progress_bars(max_tokens >= MANY_TOKENS):
-        return Dataset.from_generator(
+        return datasets.Dataset.from_generator(
             read,
-            features=Features({**FEATURES, **data.FEATURES}),
+            features=datasets.Features({**text_features(), **data.token_features()}),
             fingerprint=hashlib.sha256(repr(key).encode()).hexdigest()[:16],
         )
 
@@ -116,10 +119,12 @@ def _joined(paths: Sequence[str], column: str) -> Iterator[str]:
 def _mixed(paths: Sequence[str], column: str, mixture: dict[str, Any]) -> Iterator[str]:
     """Yield texts of paths in a fixed random order, mixed by weights."""
     streams = [
-        IterableDataset.from_generator(_rows_of_texts, gen_kwargs={"path": path, "column": column})
+        datasets.IterableDataset.from_generator(
+            _rows_of_texts, gen_kwargs={"path": path, "column": column}
+        )
         for path in paths
     ]
-    for row in interleave_datasets(streams, **mixture):
+    for row in datasets.interleave_datasets(streams, **mixture):
         yield row["text"]
 
 

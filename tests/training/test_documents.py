@@ -133,7 +133,7 @@ def test_a_file_that_changes_is_read_again(tmp_path, monkeypatch):
 
 def split(given):
     entries = [documents.entry_of(text) for text in given]
-    made = datasets.Dataset.from_list(entries, features=documents.FEATURES)
+    made = datasets.Dataset.from_list(entries, features=documents.text_features())
     return tuple(list(part["text"]) for part in split_documents(made))
 
 

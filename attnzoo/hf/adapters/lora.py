@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -11,6 +11,17 @@ from transformers.pytorch_utils import Conv1D
 
 from attnzoo.errors import ConfigError, did_you_mean
 from attnzoo.hf.names import NAME
+from attnzoo.optional_packages import OptionalPackage
+
+if TYPE_CHECKING:
+    import peft
+else:
+    peft = OptionalPackage("peft", extra="train")
+
+
+def require_peft() -> None:
+    """Raise ``UnsupportedError`` if PEFT is not installed."""
+    _ = peft.LoraConfig
 
 
 def with_adapters(
@@ -37,13 +48,11 @@ def with_adapters(
     Raises:
         ConfigError: A name of ``target_modules`` is that of no layer.
     """
-    from peft import LoraConfig, get_peft_model
-
     if target_modules is not None:
         _check_names(model, target_modules)
-    return get_peft_model(
+    return peft.get_peft_model(
         model,
-        LoraConfig(
+        peft.LoraConfig(
             r=rank,
             lora_alpha=2 * rank if alpha is None else alpha,
             target_modules="all-linear" if target_modules is None else list(target_modules),
