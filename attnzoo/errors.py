@@ -19,8 +19,21 @@ __all__ = [
 ]
 
 
+MAX_MESSAGE = 8000  # characters; one with the reasons of every implementation has about 2000
+MAX_NAME = 100  # characters of a name that is compared with known ones
+
+
 class AttnzooError(ValueError):
-    """Base class of the errors that attnzoo raises for invalid input."""
+    """Base class of the errors that attnzoo raises for invalid input.
+
+    A message that quotes a long value of a file is shortened in the middle.
+    """
+
+    def __str__(self) -> str:
+        """Return the message."""
+        text = super().__str__()
+        half = MAX_MESSAGE // 2
+        return text if len(text) <= MAX_MESSAGE else f"{text[:half]} [...] {text[-half:]}"
 
 
 class UnknownBackendError(AttnzooError):
@@ -57,7 +70,7 @@ class UnsupportedError(AttnzooError):
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``" Did you mean 'x'?"`` if a known name is similar to ``name``, else ``""``."""
-    close = get_close_matches(name, list(known), n=1)
+    close = get_close_matches(name[:MAX_NAME], list(known), n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
@@ -95,3 +108,17 @@ class _ShortRepr(Repr):
 def short_repr(value: object) -> str:
     """Return ``repr(value)``, shortened where the value is long, deeply nested or a huge number."""
     return _ShortRepr().repr(value)
+
+
+MAX_DEPTH = 50  # of plain data; configs have up to 5
+
+
+def is_deeply_nested(data: object) -> bool:
+    """Return whether plain data has more levels than recursive functions should follow."""
+    level = [data]
+    for _ in range(MAX_DEPTH):
+        parts = (
+            x.values() if isinstance(x, dict) else x if isinstance(x, list) else () for x in level
+        )
+        level = [part for values in parts for part in values]
+    return bool(level)

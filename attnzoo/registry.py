@@ -85,7 +85,7 @@ def get_backend(name: str) -> type[AttentionBackend]:
         return BACKENDS[name]
     names = available_backends()
     raise UnknownBackendError(
-        f"No attention backend is called {name!r}.{did_you_mean(name, names)} "
+        f"No attention backend is called {short_repr(name)}.{did_you_mean(name, names)} "
         f"Available: {', '.join(names)}."
     )
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain, islice, pairwise, repeat
 from typing import Any, NamedTuple, Self
 
 from attnzoo.contract.config import BackendConfig
@@ -62,7 +63,7 @@ def split_pair(text: str, expected: str) -> tuple[str, str]:
     """
     name, separator, value = (part.strip() for part in text.partition("="))
     if not separator or not name or not value:
-        raise SpecError(f"{expected}; got {text!r}")
+        raise SpecError(f"{expected}; got {short_repr(text)}")
     return name, value
 
 
@@ -90,7 +91,7 @@ def parse_backend(text: str, expected: str) -> dict[str, Any]:
     for part in re.split(r",(?=\s*\w+=)", options) if options else ():
         option, value = parse_option(part, expected)
         if option in found:
-            raise SpecError(f"{expected}; got {option!r} twice in {text!r}")
+            raise SpecError(f"{expected}; got {short_repr(option)} twice in {short_repr(text)}")
         found[option] = value
     return {"backend": name.strip(), "options": found}
 
@@ -121,7 +122,9 @@ def _layer_spec(value: object, where: str, allow_import: bool) -> LayerSpec:
         )
         name = parsed["backend"]
         for option in parsed["options"].keys() & options.keys():
-            raise SpecError(f"{where} has the option {option!r} twice, after the name and apart")
+            raise SpecError(
+                f"{where} has the option {short_repr(option)} twice, after the name and apart"
+            )
         options = {**parsed["options"], **options}
     config_class = get_backend(name).config_class
     config = config_class.from_options(name, options, allow_import=allow_import)
@@ -140,38 +143,41 @@ def _refuse_unknown_keys(value: Mapping[Any, Any], where: str, known: tuple[str,
         options = {**given, **unknown} if isinstance(given, Mapping) else unknown
         form = short_repr({"backend": value["backend"], "options": options})
         hint = f' Write options as {form}, or behind the name as "NAME:OPTION=VALUE,...".'
-    raise SpecError(f"{where} has an unknown key {key!r}.{hint} It takes {', '.join(known)}.")
+    raise SpecError(
+        f"{where} has an unknown key {short_repr(key)}.{hint} It takes {', '.join(known)}."
+    )
 
 
-def parse_layers(text: str) -> list[int]:
-    """Return the layer numbers of a text such as ``"0-1,11"``; ranges include both ends.
+def parse_layers(text: str) -> list[range]:
+    """Return the ranges of layer numbers of a text such as ``"0-1,11"``, in ascending order.
+
+    They are not expanded: a text of a few characters can name a hundred thousand layers.
 
     Raises:
         SpecError: The text is not a list of numbers and ranges, or contains a number twice.
     """
-    numbers: list[int] = []
-    found: set[int] = set()
+    found: list[range] = []
     for part in str(text).split(","):
         match = _RANGE.fullmatch(part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if last < first:
             raise SpecError(
-                f"Layers {text!r} are invalid at {part.strip()!r}; write numbers and ascending "
-                'ranges separated by commas, such as "0-1,11"'
+                f"Layers {short_repr(text)} are invalid at {short_repr(part.strip())}; write "
+                'numbers and ascending ranges separated by commas, such as "0-1,11"'
             )
-        for number in range(first, last + 1):
-            if number in found:
-                raise SpecError(f"Layer {number} is named twice in {short_repr(text)}")
-            found.add(number)
-            numbers.append(number)
-    return numbers
+        found.append(range(first, last + 1))
+    found.sort(key=lambda numbers: numbers.start)
+    for one, other in pairwise(found):
+        if other.start < one.stop:
+            raise SpecError(f"Layer {other.start} is named twice in {short_repr(text)}")
+    return found
 
 
 class LayerKey(NamedTuple):
     """A parsed key of ``layers``: layer numbers, numbers within a submodule, or a module name."""
 
     part: str  # name of the submodule; "" with plain numbers
-    numbers: frozenset[int] | None  # None if ``part`` is the end of a module name
+    numbers: Sequence[range] | None  # ascending; None if ``part`` is the end of a module name
 
     @classmethod
     def read(cls, text: str) -> Self:
@@ -184,13 +190,14 @@ class LayerKey(NamedTuple):
         if match is None and _MODULE.fullmatch(text):
             return cls(text, None)
         part, numbers = (match["part"], match["numbers"]) if match else ("", text)
-        return cls(part, frozenset(parse_layers(numbers)))
+        return cls(part, parse_layers(numbers))
 
     def names(self, number: int, name: str) -> bool:
         """Return whether the key names layer ``number``, whose module is ``name``."""
         if self.numbers is None:
             return f".{name}".endswith(f".{self.part}")
-        return number in self.numbers and self._within(name)
+        index = bisect_right(self.numbers, number, key=lambda numbers: numbers.start) - 1
+        return index >= 0 and number in self.numbers[index] and self._within(name)
 
     def _within(self, name: str) -> bool:
         return not self.part or f".{self.part}." in f".{name}."
@@ -201,17 +208,24 @@ class LayerKey(NamedTuple):
             if not any(self.names(*layer) for layer in present):
                 ends = sorted({name.rpartition(".")[2] for _, name in present})
                 raise SpecError(
-                    f"The spec names {text!r}, but no attention module of the model has this name; "
-                    f"their names end in {', '.join(ends) or 'nothing, as there are none'}. "
+                    f"The spec names {short_repr(text)}, but no attention module of the model has "
+                    "this name; their names end in "
+                    f"{', '.join(ends) or 'nothing, as there are none'}. "
                     'Layers also have numbers, such as "0-1,11" or "decoder.0-1"'
                 )
             return
         numbers = sorted({number for number, name in present if self._within(name)})
-        missing = [str(number) for number in sorted(self.numbers.difference(numbers))]
+        known = set(numbers)
+        absent = (str(number) for number in chain(*self.numbers) if number not in known)
+        missing = list(islice(absent, 9))
         if missing:
             missing[8:] = ["..."] if len(missing) > 8 else []
             span = f"{numbers[0]} to {numbers[-1]}" if numbers else "none"
-            whose = f"those within {self.part!r}" if self.part else "the model's attention layers"
+            whose = (
+                f"those within {short_repr(self.part)}"
+                if self.part
+                else "the model's attention layers"
+            )
             raise SpecError(f"The spec names layer {', '.join(missing)}, but {whose} are {span}.")
 
 
@@ -264,17 +278,19 @@ class AttentionSpec:
             )
         self.layers: dict[str, LayerSpec] = {}
         self._keys: dict[str, LayerKey] = {}
-        plain: set[int] = set()
+        plain: list[tuple[range, str]] = []
         for given, value in (layers or {}).items():
             text = str(given)
-            self.layers[text] = _layer_spec(value, f"layers[{given!r}]", allow_import)
+            self.layers[text] = _layer_spec(value, f"layers[{short_repr(given)}]", allow_import)
             key = self._keys[text] = LayerKey.read(text)
-            numbers = frozenset() if key.part or key.numbers is None else key.numbers
-            for number in plain.intersection(numbers):
+            plain += [] if key.part else [(numbers, text) for numbers in key.numbers or ()]
+        plain.sort(key=lambda named: named[0].start)
+        for (one, by), (other, again) in pairwise(plain):
+            if other.start < one.stop:
                 raise SpecError(
-                    f"Layer {number} is named twice under layers, the second time by {text!r}"
+                    f"Layer {other.start} is named twice under layers, by {short_repr(by)} and "
+                    f"{short_repr(again)}"
                 )
-            plain.update(numbers)
 
     def for_layer(self, number: int, name: str = "") -> LayerSpec:
         """Return the entry of layer ``number``, whose attention module is ``name``."""
@@ -299,8 +315,8 @@ class AttentionSpec:
             by = [text for text, key in self._keys.items() if key.names(number, name)]
             if len(by) > 1:
                 raise SpecError(
-                    f"Layer {number} ({name}) is named twice under layers, by {by[0]!r} and "
-                    f"{by[1]!r}"
+                    f"Layer {number} ({name}) is named twice under layers, by "
+                    f"{short_repr(by[0])} and {short_repr(by[1])}"
                 )
 
     def to_dict(self, *, defaults: bool = False) -> dict[str, Any]:

@@ -188,7 +188,7 @@ def test_bad_arguments_are_refused():
     [("0", [0]), ("0-2", [0, 1, 2]), (" 1 , 4 - 5,11", [1, 4, 5, 11]), ("7-7", [7])],
 )
 def test_layer_ranges(text, numbers):
-    assert parse_layers(text) == numbers
+    assert [number for part in parse_layers(text) for number in part] == numbers
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,8 @@ class BackendConfig:
         if self.impl not in names:
             accepted = " or ".join(map(repr, names))
             raise ConfigError(
-                f"{type(self).__name__}.impl must be {accepted}, got {self.impl!r}."
+                f"{type(self).__name__}.impl must be {accepted}, got "
+                f"{short_repr(self.impl)}."
                 f"{did_you_mean(self.impl, names)}"
             )
 
@@ -137,7 +138,8 @@ class BackendConfig:
         for name in options:
             if name not in known:
                 raise ConfigError(
-                    f"Backend {backend!r} has no option {name!r}.{did_you_mean(str(name), known)} "
+                    f"Backend {backend!r} has no option {short_repr(name)}."
+                    f"{did_you_mean(str(name), known)} "
                     f"Its options are: {', '.join(known)}."
                 )
         try:

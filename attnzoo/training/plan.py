@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from attnzoo.errors import ConfigError, SpecError
+from attnzoo.errors import ConfigError, SpecError, short_repr
 from attnzoo.evaluation.equal_memory import layer_cache_bytes, saved_cache_bytes
 from attnzoo.evaluation.margins import mean_of, paired
 from attnzoo.evaluation.models import max_positions, require_causal
@@ -161,7 +161,12 @@ def read_plan(path: Path) -> tuple[AttentionSpec, str | None]:
             "spec in JSON"
         ) from None
     if isinstance(data, Mapping) and "spec" in data:
-        return AttentionSpec.from_dict(data["spec"]), data.get("weights")
+        weights = data.get("weights")
+        if not isinstance(weights, str | None):
+            raise SpecError(
+                f"{str(path)!r} is not a plan: weights must be a text, got {short_repr(weights)}"
+            )
+        return AttentionSpec.from_dict(data["spec"]), weights
     return AttentionSpec.from_dict(data), None
 
 

@@ -1,21 +1,24 @@
 """Untrusted specs: no size in a spec hangs, exhausts the memory or raises a raw error."""
 
 import dataclasses
+import json
 import time
+import tracemalloc
 
 import pytest
 
 from attnzoo import AttentionSpec
 from attnzoo.contract.config import MAX_SIZE
 from attnzoo.errors import AttnzooError, ConfigError, SpecError
+from attnzoo.hf.saving.files import empty_model
 from attnzoo.registry import available_backends, get_backend
 
 DIGITS = 10**5000  # Python converts no integer of so many digits to text
 
 
-def nested(kind):
+def nested(kind, levels=50_000):
     value = kind()
-    for _ in range(50_000):
+    for _ in range(levels):
         value = [value] if kind is list else {"a": value}
     return value
 
@@ -74,3 +77,63 @@ def test_a_range_of_many_layers_is_read_quickly():
     with pytest.raises(SpecError, match="Layer 0 is named twice"):
         AttentionSpec("flash", layers={",".join(["0-99999"] * 1000): "softmax"})
     assert time.perf_counter() - start < 5  # a quadratic search takes minutes
+
+
+def test_ranges_of_submodules_are_not_expanded():
+    layers = {f"m{i}.{part}": "flash" for i in range(150) for part in ("0-49999,60000", "70000")}
+    tracemalloc.start()
+    spec = AttentionSpec.from_dict({"backend": "softmax", "layers": layers})
+    with pytest.raises(SpecError, match=r"names layer 0, 1, 3, 4, .*but those within 'm0' are 2"):
+        spec.check_layers([2], ["m0.a.attention"])
+    assert spec.for_layer(60000, "m7.x").backend == "flash"
+    assert spec.for_layer(60001, "m7.x").backend == "softmax"
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**20
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        lambda x: {"backend": x},
+        lambda x: {"backend": f"flash:{x}"},
+        lambda x: {"backend": f"flash:{x}=1"},
+        lambda x: {"backend": "flash", "options": {x: 1}},
+        lambda x: {"backend": "flash", "options": {"impl": x}},
+        lambda x: {"backend": "linear", "options": {"feature_map": x}},
+        lambda x: {"backend": "linear", "options": {"feature_map": f"{x}:{x}"}},
+        lambda x: {"backend": "gated_linear", "options": {"gate": x}},
+        lambda x: {"backend": "flash", "layers": {x: "flash"}},
+        lambda x: {"backend": "flash", "layers": {f"{x}.1": "flash"}},
+        lambda x: {"backend": "flash", "layers": {f"0,{x}!": "flash"}},
+        lambda x: {"backend": "flash", "layers": {"0": x}},
+        lambda x: {"backend": "flash", "else": x},
+        lambda x: {"backend": "flash", x: 1},
+        lambda x: {"backend": "flash", "version": x},
+    ],
+)
+def test_a_long_name_of_a_file_is_shortened_in_the_message(data):
+    start = time.process_time()
+    with pytest.raises(AttnzooError) as caught:
+        AttentionSpec.from_dict(data("x" * 10**6)).check_layers([0], ["model.attention"])
+    assert len(str(caught.value)) < 3000
+    assert time.process_time() - start < 2
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"x": nested(list, 300)},
+        {"rope_scaling": nested(dict, 300)},
+        {"architectures": ["x" * 10**6]},
+        {"architectures": {"0": "x"}},
+        {"model_type": "x" * 10**6},
+        {"hidden_act": {"x" * 10**6: 1}},
+    ],
+    ids=["list", "dict", "class", "mapping", "type", "field"],
+)
+def test_a_config_that_is_no_config_is_one_short_message(fields, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **fields}))
+    with pytest.raises(AttnzooError) as caught:
+        empty_model(tmp_path)
+    assert len(str(caught.value)) < 9000

@@ -23,7 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from attnzoo.contract.config import BackendConfig, Geometry
-from attnzoo.errors import ConfigError, check_registered_class, check_registered_name, did_you_mean
+from attnzoo.errors import (
+    ConfigError,
+    check_registered_class,
+    check_registered_name,
+    did_you_mean,
+    short_repr,
+)
 from attnzoo.ops.features.functional import FIXED, widen
 
 
@@ -218,7 +224,12 @@ def get_feature_map(name: str) -> type[FeatureMap]:
     if name in FEATURE_MAPS:
         return FEATURE_MAPS[name]
     module, colon, path = name.partition(":")
-    if colon and all(part.isidentifier() for part in (*module.split("."), *path.split("."))):
+    is_short = len(name) <= 200  # the message quotes the parts of a plausible name
+    if (
+        colon
+        and is_short
+        and all(part.isidentifier() for part in (*module.split("."), *path.split(".")))
+    ):
         raise ConfigError(
             f"The feature map {name!r} is not registered, and a name in a file, in plain data or "
             "on the command line does not import code. If you trust the module, register the map "
@@ -227,7 +238,7 @@ def get_feature_map(name: str) -> type[FeatureMap]:
             f"AttentionSpec(..., feature_map={name!r})"
         )
     raise ConfigError(
-        f"No feature map is called {name!r}.{did_you_mean(name, FEATURE_MAPS)} "
+        f"No feature map is called {short_repr(name)}.{did_you_mean(name, FEATURE_MAPS)} "
         f"Available: {', '.join(FEATURE_MAPS)}."
     )
 

@@ -24,6 +24,7 @@ from attnzoo.errors import (
     check_registered_class,
     check_registered_name,
     did_you_mean,
+    short_repr,
 )
 
 
@@ -153,5 +154,6 @@ def get_gate(name: str) -> type[GateModule]:
     if name in GATES:
         return GATES[name]
     raise ConfigError(
-        f"No gate is called {name!r}.{did_you_mean(name, GATES)} Available: {', '.join(GATES)}."
+        f"No gate is called {short_repr(name)}.{did_you_mean(name, GATES)} "
+        f"Available: {', '.join(GATES)}."
     )

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from attnzoo.errors import SpecError, UnsupportedError
+from attnzoo.errors import SpecError, UnsupportedError, is_deeply_nested
 from attnzoo.hf import seam
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.layers import unwrap_model
@@ -69,6 +69,8 @@ def check_swap(model: nn.Module, spec: Any) -> None:
     Raises:
         SpecError: The adapter was trained for another swap.
     """
+    if is_deeply_nested(spec):  # of a file
+        raise SpecError("The attention that the adapter's config records is nested too deeply")
     recorded, current = _plain(spec), _plain(current_swap(model))
     if recorded is not None and _comparable(recorded) != _comparable(current):
         found = "not swapped" if current is None else f"swapped with {current}"

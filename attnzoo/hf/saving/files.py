@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 import tempfile
 from pathlib import Path
@@ -10,14 +11,18 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
-from attnzoo.errors import AttnzooError, SpecError
+from attnzoo.errors import AttnzooError, SpecError, is_deeply_nested, short_repr
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.names import NAME
 from attnzoo.hf.pretrained import load_pretrained
 from attnzoo.hf.saving.companions import copy_companions
 from attnzoo.spec import AttentionSpec
+
+# What transformers raises for fields that a config cannot have
+INVALID_CONFIG = (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError)
 
 
 def read_config(path: Path) -> Any:
@@ -29,10 +34,12 @@ def read_config(path: Path) -> Any:
     if not (path / "config.json").is_file():
         raise SpecError(f"{str(path)!r} holds no saved model: there is no config.json")
     try:
+        if is_deeply_nested(json.loads((path / "config.json").read_text("utf-8"))):
+            raise SpecError(f"{str(path / 'config.json')!r} is nested too deeply to be a config")
         return load_pretrained(AutoConfig, path)
     except AttnzooError:
         raise
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except (*INVALID_CONFIG, OSError, RecursionError) as error:
         raise SpecError(f"{str(path / 'config.json')!r} cannot be read: {error}") from error
 
 
@@ -59,11 +66,13 @@ def model_class(config: Any, path: Path) -> type[PreTrainedModel]:
     Raises:
         SpecError: The config names no class, or none of transformers.
     """
-    names = read_field(config, "architectures") or []
-    cls = getattr(transformers, str(names[0]), None) if names else None
+    names = read_field(config, "architectures")
+    first = names[0] if isinstance(names, list) and names else ""
+    cls = getattr(transformers, str(first), None)
     if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):  # untrusted
         raise SpecError(
-            f"{str(path)!r} does not name a model class of transformers (architectures: {names})"
+            f"{str(path)!r} does not name a model class of transformers (architectures: "
+            f"{short_repr(names)})"
         )
     return cls
 

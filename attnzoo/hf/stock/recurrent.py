@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from attnzoo.errors import SpecError
+from attnzoo.errors import SpecError, short_repr
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.stock import gated_delta_net, mamba2
 from attnzoo.hf.stock.layer_inputs import LayerInputs, part_name
@@ -90,14 +91,18 @@ def parse_recurrent(layers: str, config: Any) -> list[int]:
     Raises:
         SpecError: A layer does not exist, or no layer would keep softmax.
     """
-    numbers = sorted(set(parse_layers(layers)))
+    ranges = parse_layers(layers)
     count = int(config.num_hidden_layers)
-    if numbers[-1] >= count:
-        raise SpecError(f"recurrent={layers!r} names layer {numbers[-1]}, but there are {count}")
+    if ranges[-1].stop > count:
+        raise SpecError(
+            f"recurrent={short_repr(layers)} names layer {ranges[-1].stop - 1}, but there are "
+            f"{count}"
+        )
+    numbers = list(chain(*ranges))
     if len(numbers) == count:
         raise SpecError(
-            f"recurrent={layers!r} leaves no softmax layer, without which a student recalls "
-            "little; keep at least one"
+            f"recurrent={short_repr(layers)} leaves no softmax layer, without which a student "
+            "recalls little; keep at least one"
         )
     return numbers
 
