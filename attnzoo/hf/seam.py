@@ -22,6 +22,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.generation.continuous_batching import cache as paged_cache
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.masking_utils import (
     bidirectional_mask_function,
@@ -131,6 +132,10 @@ IGNORED_ARGUMENTS = frozenset(
         *("labels", "length", "special_tokens_mask", "token_type_ids"),  # columns of a batch
     }
 )
+# Kinds of layers that continuous batching has pages for
+PAGED_KINDS = frozenset(
+    getattr(paged_cache, "ATTN_TYPE_TO_ALLOCATOR", ("full_attention", "sliding_attention"))
+)
 PAGES_SINCE = "5.23"  # version whose continuous batching passes what a backend needs
 # Arguments of continuous batching, which its cache reads; the last two are for the model's head.
 PAGE_ARGUMENTS = (
@@ -141,17 +146,6 @@ PAGE_ARGUMENTS = (
 IGNORED_RULE_ARGUMENTS = frozenset({*IGNORED_ARGUMENTS, "seq_idx", "chunk_size"})
 # Kinds of layers that keep a state in the cache, in configs
 RECURRENT_KINDS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba"})
-# Models that pass the borders of documents to all layers that mix tokens, if `speed_up` runs their
-# recurrent layers; and those of them that make masks without regard to positions
-PACKED_HYBRIDS = frozenset(
-    {
-        *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear"),
-        *("bailing_hybrid", "granitemoehybrid", "bamba", "nemotron_h", "falcon_h1", "zamba2"),
-        *("minimax", "lara_mini"),
-    }
-)
-MASKS_WITHOUT_POSITIONS = frozenset({"granitemoehybrid"})
-MASKED_IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", NAME)  # whose layers get masks
 # Arguments of mask functions that do not change a mask: what other implementations may skip, the
 # config, and the size of a window or chunk, which the mask function has too.
 IGNORED_MASK_ARGUMENTS = frozenset(
@@ -237,6 +231,17 @@ class Pages(NamedTuple):
             return key, value
         key, value = self.cache.update(key, value, layer_idx=layer, kwargs=self.arguments)
         return key, value
+
+    def borders(self, module: Any) -> tuple[list[int], list[int]]:
+        """Return the first query and the first key of each request, after :meth:`read`.
+
+        A module with the keys of another layer does not read pages, which would select the borders
+        of the keys by kind of layer.
+        """
+        keys = self.arguments["cu_seq_lens_k"]
+        if isinstance(keys, dict):
+            keys = keys[read_field(module.config, "layer_types")[module.layer_idx]]
+        return self.arguments["cu_seq_lens_q"].tolist(), keys.tolist()
 
 
 def mask_of_pages(window: int | None) -> AttentionMask:

@@ -17,6 +17,7 @@ from attnzoo.contract.backend import AttentionBackend
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf import seam
+from attnzoo.hf.configs import read_field
 from attnzoo.hf.names import NAME
 
 INSTEAD = (
@@ -29,7 +30,7 @@ def serves_swap(model: PreTrainedModel) -> bool:
     """Return whether continuous batching of a model runs a swap.
 
     Raises:
-        UnsupportedError: A backend keeps a state, or transformers is too old.
+        UnsupportedError: A backend or another layer keeps a state, or transformers is too old.
     """
     if all(config._attn_implementation != NAME for config in seam.all_configs(model)):
         return False
@@ -40,6 +41,12 @@ def serves_swap(model: PreTrainedModel) -> bool:
         raise UnsupportedError(
             f"{what} does not support this swap: backend {', '.join(map(repr, states))} keeps one "
             f"state per sequence, which has no pages. {INSTEAD}"
+        )
+    kinds = read_field(model.config.get_text_config(), "layer_types") or ()
+    if others := sorted({*kinds} - seam.PAGED_KINDS):
+        raise UnsupportedError(
+            f"{what} has no pages for layers of the kind {', '.join(map(repr, others))}, which "
+            f"{type(model).__name__} has. Call model.generate on a padded batch instead"
         )
     if "kwargs" not in inspect.signature(seam.PagedAttentionCache.update).parameters:
         raise UnsupportedError(
@@ -83,7 +90,7 @@ def paged_attention(
             f"{INSTEAD}"
         )
     key, value = pages.read(key, value, module.layer_idx)
-    queries, keys = (pages.arguments[x].tolist() for x in ("cu_seq_lens_q", "cu_seq_lens_k"))
+    queries, keys = pages.borders(module)
     hidden = options.pop("hidden_states")
     out = query.new_zeros(*query.shape[:3], value.shape[3])
     for i in range(len(queries) - 1):

@@ -23,6 +23,17 @@ from attnzoo.hf.attention.packing import Packing, join_starts
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.names import NAME
 
+# Models that pass the borders of documents to all layers that mix tokens, if `speed_up` runs their
+# recurrent layers; and those of them that make masks without regard to positions
+PACKED_HYBRIDS = frozenset(
+    {
+        *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear"),
+        *("bailing_hybrid", "granitemoehybrid", "bamba", "nemotron_h", "falcon_h1", "zamba2"),
+        *("minimax", "lara_mini"),
+    }
+)
+MASKS_WITHOUT_POSITIONS = frozenset({"granitemoehybrid"})
+MASKED_IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", NAME)  # whose layers get masks
 PACKED_IN_GRAPH = (
     "position_ids begin again inside of a row, and this compiled model supports one document a row "
     "there; call attnzoo.speed_up(model), and pass use_cache=False and no attention_mask"
@@ -96,7 +107,7 @@ class DocumentHook(ForwardArguments):
         if tokens is None or tokens.device.type != "cpu" or not runs:
             return None
         family = model.config.get_text_config().model_type
-        if self.encloses and family in seam.PACKED_HYBRIDS:
+        if self.encloses and family in PACKED_HYBRIDS:
             return None
         mask = self.get(seam.ATTENTION_MASK, args, kwargs)
         packing = Packing(*(kwargs.get(name) for name in Packing._fields))
@@ -136,18 +147,18 @@ class DocumentHook(ForwardArguments):
         if "position_ids" in self.names:
             mrope = positions is not None and positions.ndim == 3
             given["position_ids"] = torch.cat([text[None], positions[-3:]]) if mrope else text
-        if family in seam.MASKS_WITHOUT_POSITIONS:
+        if family in MASKS_WITHOUT_POSITIONS:
             given["attention_mask"] = seam.document_masks(model, text)
         return (), given
 
     def _unsupported_reason(self, model: Any) -> str:
         """Return why the layers of a model cannot get borders, or ``""``."""
         config = model.config
-        if config.get_text_config().model_type not in seam.PACKED_HYBRIDS:
+        if config.get_text_config().model_type not in PACKED_HYBRIDS:
             return f"not all layers of {type(model).__name__} would get them"
         if not self.sped_up:
             return "the recurrent layers would mix them; call attnzoo.speed_up(model) first"
-        if config._attn_implementation not in seam.MASKED_IMPLEMENTATIONS:
+        if config._attn_implementation not in MASKED_IMPLEMENTATIONS:
             return f"attn_implementation={config._attn_implementation!r} gets no mask on a CPU"
         return ""
 

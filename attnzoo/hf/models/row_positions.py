@@ -62,6 +62,8 @@ class PositionHook(ForwardArguments):
         mask = self.get(seam.ATTENTION_MASK, args, kwargs)
         positions = self.get(("position_ids",), args, kwargs)
         cache = self.cache(args, kwargs)
+        if isinstance(cache, seam.PagedAttentionCache):
+            return None  # continuous batching passes positions, and where each request begins
         past = 0 if cache is None else cache.get_seq_length()
         given = dict(zip(self.names, args, strict=False)) | kwargs
         if positions is not None:

@@ -9,6 +9,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 
 import attnzoo
 from attnzoo.errors import UnsupportedError
+from tools.family_sweep.configs import shrink
 
 PROMPTS = [[5, 6, 7, 8, 9], [*range(10, 44)], [60, 3, 60], [*range(90, 70, -1)]]
 NEW_TOKENS = 12
@@ -70,6 +71,26 @@ def test_the_window_of_a_layer(redraw):
     )
     model = attnzoo.swap(redraw(hf.Gemma3ForCausalLM(config)), "softmax")
     assert_equal(generate_batch(model), generate(model))
+
+
+@has_paged_cache
+def test_layers_with_the_keys_of_others(redraw):
+    """Gemma 3n: a layer of each kind has keys, and one of each kind uses them."""
+    torch.manual_seed(0)
+    kinds = ["full_attention", "sliding_attention"] * 2
+    changes = {"num_hidden_layers": 4, "layer_types": kinds, "num_kv_shared_layers": 2}
+    config = shrink(hf.Gemma3nTextConfig, changes)
+    model = attnzoo.swap(redraw(hf.Gemma3nForCausalLM(config)), "flash")
+    assert_equal(generate_batch(model), generate(model))
+
+
+def test_recurrent_layers_have_no_pages():
+    model = hf.BambaForCausalLM(shrink(hf.BambaConfig, {}))
+    attnzoo.swap(model, "flash")
+    with pytest.raises(
+        UnsupportedError, match="no pages for layers of the kind 'linear_attention'"
+    ):
+        model.generate_batch(PROMPTS, max_new_tokens=2)
 
 
 def test_a_state_has_no_pages(llama):

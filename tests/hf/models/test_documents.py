@@ -16,8 +16,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import attnzoo
 from attnzoo.errors import UnsupportedError
+from attnzoo.hf.models.documents import PACKED_HYBRIDS
 from attnzoo.hf.models.speed_up import RULES
-from attnzoo.hf.seam import PACKED_HYBRIDS, cache_argument, output_cache
+from attnzoo.hf.seam import cache_argument, output_cache
 from tools.family_sweep.configs import shrink
 from tools.family_sweep.probe import redraw
 
