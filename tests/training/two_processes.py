@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 2 two_processes.py CHECK,CHECK,... MODEL TEXT OUT
 """
 
+import gc
 import hashlib
 import json
 import sys
@@ -315,3 +316,7 @@ if __name__ == "__main__":
     for check in checks:
         if check.__name__ in names.split(","):
             check(*map(Path, paths))
+    # gloo's threads drop their tensors some time after an operation, which may abort a process that
+    # ends meanwhile
+    dist.destroy_process_group()
+    gc.collect()
