@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import ClassVar
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from attnzoo.contract.backend import AttentionBackend, register
 from attnzoo.contract.capabilities import Capabilities
-from attnzoo.contract.config import BackendConfig, Geometry
+from attnzoo.contract.config import MAX_STATE, BackendConfig, Geometry
 from attnzoo.contract.context_parallel import SequenceShard, with_neighbours
 from attnzoo.contract.inputs import MASK_IN_BIAS, AttentionInputs
 from attnzoo.contract.masks import AttentionMask
@@ -42,7 +43,7 @@ class LongformerConfig(BackendConfig):
         window: w, one number or a list with one for each head. A causal query sees its own key and
             the w - 1 keys before it; otherwise w keys on either side. Padding is not counted.
         dilation: d, one number or a list with one for each head. A head sees every d-th key, w of
-            them, as far as w d.
+            them, as far as w d, which is at most 2^20 tokens: decoding keeps their keys.
         num_global: Number of first tokens that see everything and that every token sees.
         global_positions: Further such tokens, counted from the first real one. Decoding keeps all
             keys up to the last of these positions.
@@ -65,6 +66,15 @@ class LongformerConfig(BackendConfig):
         name = type(self).__name__
         check_positive(f"{name}.window", self.window)
         check_positive(f"{name}.dilation", self.dilation)
+        windows, dilations = _as_tuple(self.window), _as_tuple(self.dilation)
+        pairs = (zip if len(windows) == len(dilations) else product)(windows, dilations)
+        reach = max(window * dilation for window, dilation in pairs)
+        if reach > MAX_STATE:
+            raise ConfigError(
+                f"{name}.window times dilation must be at most {MAX_STATE}, got {reach}: the "
+                "state of a causal layer keeps the keys of so many tokens; give a smaller window "
+                "or dilation"
+            )
         if self.num_global < 0:
             raise ConfigError(
                 f"{name}.num_global must be 0 or more, got {self.num_global}; "
@@ -396,6 +406,10 @@ class LongformerBackend(AttentionBackend):
                 "global_projections to see it"
             )
         return super().effective_weights(inputs)
+
+
+def _as_tuple(value: int | tuple[int, ...]) -> tuple[int, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def _split_heads(x: Tensor, like: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin, ge
 from attnzoo.contract.implementation import impl_names
 from attnzoo.errors import ConfigError, did_you_mean, short_repr
 
+MAX_STATE = 2**20  # largest number of tokens of which a state of fixed size keeps the keys
 MAX_SIZE = 2**24  # largest number of tokens, rows or features that an option or an op accepts
 MAX_SEED = 2**63 - 1
 
@@ -58,7 +59,8 @@ class BackendConfig:
     Attributes:
         ops: The ops that compute the backend; ``impl`` accepts the names of their registered
             implementations. A backend without ops has one implementation, ``"reference"``.
-        largest: The largest value of an integer option, if it is not :data:`MAX_SIZE`.
+        largest: The largest value of an integer option, if it is not :data:`MAX_SIZE`; of a base
+            class too.
         impl: The implementation. ``"auto"`` selects one; any other name runs that one or raises.
         attention_dropout: What the model's attention dropout drops in training: single attention
             ``"weights"``, or whole ``"keys"`` of a head (see
@@ -99,7 +101,8 @@ class BackendConfig:
 
         The class of each backend checks the smallest values.
         """
-        largest = self.largest.get(name, MAX_SIZE)
+        classes = (vars(cls).get("largest", {}) for cls in type(self).__mro__)
+        largest = next((limits[name] for limits in classes if name in limits), MAX_SIZE)
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, int) and abs(number) > largest:
                 raise ConfigError(

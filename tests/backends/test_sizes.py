@@ -137,3 +137,20 @@ def test_a_config_that_is_no_config_is_one_short_message(fields, tmp_path):
     with pytest.raises(AttnzooError) as caught:
         empty_model(tmp_path)
     assert len(str(caught.value)) < 9000
+
+
+@pytest.mark.parametrize("backend", ["linear", "gated_linear", "performer", "delta"])
+@pytest.mark.parametrize("option", ["window", "num_sinks"])
+def test_a_state_of_fixed_size_has_a_bound(backend, option):
+    options = {"window": 2**20, "num_sinks": 5, option: 2**20}
+    AttentionSpec(backend, **options)
+    with pytest.raises(ConfigError, match=rf"\.{option} must be at most 1048576, got 1048577"):
+        AttentionSpec(backend, **{**options, option: 2**20 + 1})
+
+
+def test_the_reach_of_a_dilated_window_has_a_bound():
+    for window, dilation in ((2**12, 2**8), ([2**20, 3], [1, 2**18]), (3, [5, 7])):
+        AttentionSpec("longformer", window=window, dilation=dilation)
+    for window, dilation in ((4096, 4096), (2**24, 2**24), ([3, 2**19], [9, 3]), (7, [1, 2**18])):
+        with pytest.raises(ConfigError, match=r"window times dilation must be at most 1048576"):
+            AttentionSpec("longformer", window=window, dilation=dilation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -14,7 +15,13 @@ from attnzoo.backends.feature_maps.config import FeatureMapConfig
 from attnzoo.backends.parts.positions import count_tokens, with_count, without_count
 from attnzoo.contract.backend import AttentionBackend
 from attnzoo.contract.capabilities import Capabilities
-from attnzoo.contract.config import BackendConfig, Geometry, check_num_sinks, sinks_shard_reasons
+from attnzoo.contract.config import (
+    MAX_STATE,
+    BackendConfig,
+    Geometry,
+    check_num_sinks,
+    sinks_shard_reasons,
+)
 from attnzoo.contract.implementation import impl_names
 from attnzoo.contract.inputs import AttentionInputs
 from attnzoo.contract.states import AttentionOutput
@@ -42,6 +49,8 @@ class RecurrentConfig(BackendConfig):
 
     ops: ClassVar[tuple[str, ...]] = ("linear_attention", "linear_step")
 
+    # the state keeps the keys of so many tokens, whatever the length of the sequence
+    largest: ClassVar[Mapping[str, int]] = {"window": MAX_STATE, "num_sinks": MAX_STATE}
     window: int | None = None
     num_sinks: int = 0
     # On the embedded model with window 32, before training: 0.1 lowers the loss of the window alone
