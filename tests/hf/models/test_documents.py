@@ -108,27 +108,27 @@ CACHES = {
     "requested": lambda model: {"use_cache": True},
     "given": lambda model: cache_argument(DynamicCache(config=model.config)),
 }
-MASKS = ("none", "ones", "right", "left")
+MASKS = ("none", "ones", "right", "left", "tail")  # the last is padding that no mask hides
 
 
 def padded(name, x, side):
     """Return an argument of a row with padding on one side, where nothing says what it is."""
     if name.startswith("cu"):
-        return x if side == "right" else torch.cat([x[:1], x + TAIL])
+        return torch.cat([x[:1], x + TAIL]) if side == "left" else x
     value = {"input_ids": 3, "seq_idx": -1, "position_ids": 1}[name]
     fill = torch.full_like(x[:, :1], value).expand(-1, TAIL)
-    return torch.cat([x, fill] if side == "right" else [fill, x], 1)
+    return torch.cat([fill, x] if side == "left" else [x, fill], 1)
 
 
 def run(model, ids, given, mask, cached):
     """Return the logits of the real tokens, or ``REFUSED``."""
     length = ids.shape[1]
     given, real = {"input_ids": ids} | given, torch.ones_like(ids)
-    if mask in ("left", "right"):
+    if mask in ("left", "right", "tail"):
         given = {name: padded(name, x, mask) for name, x in given.items()}
         zeros = torch.zeros_like(ids[:, :1]).expand(-1, TAIL)
-        real = torch.cat([real, zeros] if mask == "right" else [zeros, real], 1)
-    if mask != "none":
+        real = torch.cat([zeros, real] if mask == "left" else [real, zeros], 1)
+    if mask not in ("none", "tail"):
         given["attention_mask"] = real
     with torch.no_grad():
         try:
@@ -171,6 +171,7 @@ def test_documents_of_a_row_are_those_alone_or_refused(family):
 def test_all_ways_to_give_documents(family):
     for way, cached, mask in CASES:
         wrong = way.startswith("lengths that") or cached in ("requested", "given")
+        wrong |= (way, mask) == ("seq_idx, and positions of the row", "tail")  # they disagree there
         assert check(family, way, cached, mask) == (REFUSED if wrong else "right")
 
 
