@@ -23,6 +23,7 @@ def unchanged_on_error(model: nn.Module) -> Iterator[None]:
     """
     target: Any = model
     before = [_Attributes(x) for x in (*model.modules(), *seam.all_configs(target))]
+    trained = [(x, x.requires_grad) for x in model.parameters()]
     done = False
     try:
         yield
@@ -31,6 +32,8 @@ def unchanged_on_error(model: nn.Module) -> Iterator[None]:
         if not done:
             for attributes in before:
                 attributes.reset()
+            for parameter, requires_grad in trained:
+                parameter.requires_grad_(requires_grad)
 
 
 class _Attributes:

@@ -80,6 +80,7 @@ CHANGES = {
 
 def snapshot(model):
     modules = {name: id(x) for name, x in model.named_modules()}
+    modules |= {f"{name}.requires_grad": x.requires_grad for name, x in model.named_parameters()}
     tensors = {name: x.clone() for name, x in model.state_dict().items()}
     attributes = [
         {k: v for k, v in vars(x).items() if isinstance(v, int | float | str)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,9 +17,11 @@ import torch
 from torch import nn
 
 from attnzoo.contract.backend import AttentionBackend
-from attnzoo.errors import UnsupportedError
+from attnzoo.errors import SpecError, UnsupportedError
+from attnzoo.hf import seam
 from attnzoo.hf.adapters.config import check_swap, current_swap, download_options, record_swap
 from attnzoo.hf.configs import has_field
+from attnzoo.hf.layers import unwrap_model
 from attnzoo.hf.names import LOADED, NAME
 from attnzoo.hf.saving.layer_specs import current_specs
 from attnzoo.hf.swap.convert import swap
@@ -103,6 +105,9 @@ def load_extras(
         path: Folder or id of the saved adapter, or ``None``.
         options: The options of the download, and the weights if there is no ``path``.
         info: What transformers reports, which is changed.
+
+    Raises:
+        SpecError: Weights of backends are those of no module of the model.
     """
     if not any(f".{NAME}." in key for key in info.unexpected_keys):
         return
@@ -116,14 +121,51 @@ def load_extras(
     for module_name, _, module in _backends(model):
         if isinstance(module, AttentionBackend) or name not in module.modules_to_save:
             continue
-        prefix = f"{module_name}."
-        own = {key.removeprefix(prefix): x for key, x in saved.items() if key.startswith(prefix)}
         backend = module.modules_to_save[name]
+        prefix, own = _saved_extras(model, module_name, saved)
         if not own.keys() <= backend.state_dict().keys():
-            continue  # the weights of another swap, which the report of transformers names
+            continue
         backend.load_state_dict(own, strict=False)
-        info.unexpected_keys -= {prefix + key for key in own}
-        info.missing_keys -= {f"{prefix}modules_to_save.{name}.{key}" for key in own}
+        for found in (prefix, f"{module_name}."):
+            info.unexpected_keys -= {found + key for key in own}
+        info.missing_keys -= {f"{module_name}.modules_to_save.{name}.{key}" for key in own}
+    refuse_unread_extras(model, [key for key in info.unexpected_keys if f".{NAME}." in key])
+
+
+def _saved_extras(
+    model: nn.Module, module_name: str, saved: Mapping[str, torch.Tensor]
+) -> tuple[str, dict[str, torch.Tensor]]:
+    """Return what precedes the names of a backend's weights in an adapter, and the weights.
+
+    The adapter of a model with a head names modules with a prefix that those of its base model
+    lack.
+    """
+    base = f"{seam.base_model_name(model)}."
+    for name in (module_name, base + module_name, module_name.removeprefix(base)):
+        prefix = f"{name}."
+        own = {key.removeprefix(prefix): x for key, x in saved.items() if key.startswith(prefix)}
+        if own:
+            break
+    return prefix, own
+
+
+def refuse_unread_extras(model: nn.Module, keys: Collection[str]) -> None:
+    """Raise if an adapter and a swapped model name the parameters of backends differently.
+
+    Args:
+        model: The model.
+        keys: Names of parameters that one of them has.
+
+    Raises:
+        SpecError: There are such parameters.
+    """
+    if keys and any(_backends(model)):
+        raise SpecError(
+            f"The adapter and this {type(unwrap_model(model)).__name__} do not have the same "
+            f"parameters of backends ({min(keys)}, ...): the adapter was trained on a model of "
+            "another class. Load it onto a model of that class (AutoModel, AutoModelForCausalLM, "
+            "...), or by the model's own load_adapter, which knows the prefix of base models"
+        )
 
 
 def prepare_save(model: Any) -> None:

@@ -163,6 +163,7 @@ def patch_adapter_models(peft_model: Any) -> None:
     init, add_adapter = cls.__init__, cls.add_adapter
     disable_adapter, save_pretrained = cls.disable_adapter, cls.save_pretrained
     load_adapter = cls.load_adapter
+    from_pretrained: Any = vars(cls)["from_pretrained"].__func__
     _patch_prompts(peft_model)
 
     @wraps(init)
@@ -189,10 +190,24 @@ def patch_adapter_models(peft_model: Any) -> None:
     def load_adapter_of_the_swap(
         self: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any
     ) -> Any:
+        from attnzoo.hf.adapters import extras
         from attnzoo.hf.adapters.config import check_saved_swap
+        from attnzoo.hf.unchanged import unchanged_on_error
 
         check_saved_swap(self, adapter_name, model_id, kwargs)
-        return load_adapter(self, model_id, adapter_name, *args, **kwargs)
+        with unchanged_on_error(self):
+            try:
+                return load_adapter(self, model_id, adapter_name, *args, **kwargs)
+            except KeyError as error:  # PEFT looks a weight of modules_to_save up
+                extras.refuse_unread_extras(self, [x for x in error.args if f".{NAME}." in str(x)])
+                raise
+
+    @wraps(from_pretrained)
+    def from_pretrained_or_unchanged(cls: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        from attnzoo.hf.unchanged import unchanged_on_error
+
+        with unchanged_on_error(model):
+            return from_pretrained(cls, model, *args, **kwargs)
 
     @wraps(disable_adapter)
     @contextmanager
@@ -213,6 +228,7 @@ def patch_adapter_models(peft_model: Any) -> None:
         complete_adapter_card(self, folder)
 
     cls.load_adapter = load_adapter_of_the_swap
+    cls.from_pretrained = classmethod(from_pretrained_or_unchanged)
     cls.__init__, cls.add_adapter = init_with_extras, add_adapter_with_extras
     cls.disable_adapter, cls.save_pretrained = disable_adapter_and_extras, save_pretrained_with_swap
 
@@ -285,13 +301,15 @@ def patch_adapter_mixin(integration: Any) -> None:
     ) -> Any:
         from attnzoo.hf.adapters import extras
         from attnzoo.hf.adapters.config import check_saved_swap
+        from attnzoo.hf.unchanged import unchanged_on_error
 
         name = adapter_name or "default"
         options = {**kwargs, **(kwargs.get("adapter_kwargs") or {})}
         if peft_model_id is not None:  # else weights are given
             check_saved_swap(self, name, peft_model_id, options)
-        info = load_adapter(self, peft_model_id, adapter_name, *args, **kwargs)
-        extras.load_extras(self, name, peft_model_id, options, info)
+        with unchanged_on_error(self):
+            info = load_adapter(self, peft_model_id, adapter_name, *args, **kwargs)
+            extras.load_extras(self, name, peft_model_id, options, info)
         return info
 
     @wraps(enable_adapters)

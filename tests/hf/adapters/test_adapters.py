@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers as hf
 from peft.utils.hotswap import hotswap_adapter
+from safetensors.torch import load_file, save_file
 
 import attnzoo
 from attnzoo.errors import SpecError, UnsupportedError
@@ -87,6 +88,63 @@ def test_swap_then_add(name, peft_format, base, ids, tmp_path):
     train(model, ids)
     again = saved_and_loaded(model, base, tmp_path, peft_format=peft_format)
     assert torch.equal(logits(again, ids), logits(model, ids))
+
+
+@pytest.mark.parametrize(
+    ("trained", "loaded"),
+    [
+        ("AutoModel", "AutoModelForCausalLM"),
+        ("AutoModelForCausalLM", "AutoModel"),
+        ("AutoModelForCausalLM", "AutoModelForSequenceClassification"),
+    ],
+)
+@pytest.mark.parametrize("name", ["hedgehog", "gates"])
+def test_an_adapter_of_another_class(name, trained, loaded, folder, ids, tmp_path):
+    """A head is a prefix more in the names; transformers knows it, and PEFT does not."""
+
+    def states(model):
+        with torch.no_grad():
+            return model.eval()(ids, output_hidden_states=True).hidden_states[-1]
+
+    swap(getattr(hf, trained).from_pretrained(folder), name).save_pretrained(tmp_path / "base")
+    model = getattr(hf, trained).from_pretrained(tmp_path / "base")
+    model.add_adapter(lora())
+    for name, x in model.named_parameters():
+        if "attnzoo" in name or "lora" in name:
+            x.data += 0.3 * torch.randn(x.shape, generator=torch.Generator().manual_seed(3))
+    model.save_pretrained(tmp_path / "adapter")
+    expected = states(model)
+    other = getattr(hf, loaded)
+    again = other.from_pretrained(tmp_path / "base")
+    before = states(again)
+    same_names = "AutoModel" not in (trained, loaded)
+    if same_names:
+        assert torch.equal(
+            states(peft.PeftModel.from_pretrained(again, tmp_path / "adapter")), expected
+        )
+        return
+    with pytest.raises(SpecError, match="trained on a model of another class"):
+        peft.PeftModel.from_pretrained(again, tmp_path / "adapter")
+    assert torch.equal(states(again), before)
+    assert not any("lora" in key or "modules_to_save" in key for key in again.state_dict())
+    again.load_adapter(str(tmp_path / "adapter"))
+    assert torch.equal(states(again), expected)
+    assert not torch.equal(expected, before)
+
+
+def test_parameters_that_no_module_has_are_refused(base, ids, tmp_path):
+    model = swap(base(), "gates")
+    model.add_adapter(lora())
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    renamed = {k.replace("layers.0", "layers.9"): x for k, x in load_file(file).items()}
+    save_file(renamed, file, {"format": "pt"})
+    again = swap(base(), "gates")
+    before = logits(again, ids)
+    with pytest.raises(SpecError, match=r"do not have the same .*layers\.9\.self_attn\.attnzoo"):
+        again.load_adapter(str(tmp_path))
+    assert torch.equal(logits(again, ids), before)
+    assert not any("lora" in key for key in again.state_dict())
 
 
 @pytest.mark.parametrize("order", ["add", "load", "from_pretrained"])
