@@ -89,6 +89,9 @@ DisableDropout = Annotated[
 DistilLength = Annotated[
     int | None, typer.Option(help="tokens per row of distillation; default: --length")
 ]
+DistilBatch = Annotated[
+    int | None, typer.Option(help="rows per step of distillation; default: --batch")
+]
 DistilSchedule = Annotated[
     str | None, typer.Option(help="schedule of distillation; default: --lr-scheduler-type")
 ]
@@ -98,6 +101,14 @@ RateFactor = Annotated[
     typer.Option(
         help="factor of the rates of distillation; default: from how far the student is from "
         "softmax, and 1 if a rate is given"
+    ),
+]
+AlwaysTrain = Annotated[
+    bool,
+    typer.Option(
+        "--always-train",
+        help="train also if the swap starts less than 1e-3 nats from softmax, and no difference is "
+        "measured",
     ),
 ]
 PlanLength = Annotated[
@@ -359,12 +370,11 @@ def recover(
     distil_steps: Annotated[int, typer.Option(help="steps of distillation from softmax")] = 100,
     top_k: TopK = None,
     distil_length: DistilLength = None,
-    distil_batch: Annotated[
-        int | None, typer.Option(help="rows per step of distillation; default: --batch")
-    ] = None,
+    distil_batch: DistilBatch = None,
     distil_lr_scheduler_type: DistilSchedule = None,
     distil_lr_scheduler_kwargs: DistilScheduleOptions = "{}",
     rate_factor: RateFactor = None,
+    always_train: AlwaysTrain = False,
     cross_entropy: CrossEntropy = 0.0,
     hidden_states: HiddenStates = 0.0,
     teacher_dtype: TeacherDtype = None,
@@ -398,6 +408,7 @@ def recover(
         "distil_lr_scheduler_type": distil_lr_scheduler_type,
         "distil_lr_scheduler_kwargs": schedule,
         "rate_factor": rate_factor,
+        "always_train": always_train,
         "top_k": top_k,
         "cross_entropy": cross_entropy,
         "hidden_states": hidden_states,

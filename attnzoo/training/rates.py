@@ -33,10 +33,12 @@ from attnzoo.report.atomic_write import atomic_write
 from attnzoo.training.candidates import token_divergence
 from attnzoo.training.checkpoints import FOLDER, explain_write_errors
 from attnzoo.training.transfer import evaluation_mode
+from attnzoo.training.verdict import difference
 
 FAR = 0.1  # nats
 LEAST = 0.03  # smallest factor
 JUDGED = 16  # held-out rows at most
+CLOSE = 1e-3  # nats; a student that starts closer has little to learn from its teacher
 FILE = "rates.json"  # in the folder of the checkpoints, for a resumed run
 
 
@@ -71,6 +73,35 @@ def held_out_divergence(model: Any, rows: Rows, original: Any = None) -> float:
     """Return the mean KL of :func:`row_divergences`, in nats."""
     found = row_divergences(model, rows, original)
     return math.fsum(found) / len(found)
+
+
+def why_not_trained(run: Any, model: Any) -> str:
+    """Return why a run need not train, or ``""``: its student starts where the original model is.
+
+    That is less than :data:`CLOSE` nats away on held-out rows of every length, and no difference
+    to the original model is measured in loss, recall or generated tokens.
+
+    Args:
+        run: A :class:`attnzoo.training.runs.Run` of a causal model, with its baselines.
+        model: The student before training.
+    """
+    lines = run.baselines.results
+    metrics = ("loss", "recall", "agreement")
+    if any(difference(x, lines["raw swap"], lines["softmax"]).is_clear for x in metrics):
+        return ""
+    batches = (run.eval_batch, *run.long_batches.values())
+    with run.shards.running(model):
+        kl = [
+            held_out_divergence(model, x.rows.select(slice(JUDGED)), run.teacher) for x in batches
+        ]
+    if max(kl) >= CLOSE:
+        return ""
+    loss = difference("loss", lines["raw swap"], lines["softmax"])
+    return (
+        f"nothing is trained: the model starts {max(kl):.1g} nats from softmax on this text, and "
+        f"its loss, {loss} bits per byte above softmax's, is within the noise. It is saved as it "
+        "is; give text with longer documents, or train all the same (--always-train)"
+    )
 
 
 def parameter_groups(

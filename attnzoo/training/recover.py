@@ -31,7 +31,7 @@ from attnzoo.training.encoder import EmbeddingRun, is_encoder
 from attnzoo.training.four_bits import require_bitsandbytes, require_quantizable
 from attnzoo.training.loop import Loss, OnStep, Stage
 from attnzoo.training.optimizer import check_schedule
-from attnzoo.training.rates import distillation_factor
+from attnzoo.training.rates import distillation_factor, why_not_trained
 from attnzoo.training.results import complete
 from attnzoo.training.reuse import reuse_transfer
 from attnzoo.training.runs import Log, Run
@@ -68,6 +68,8 @@ class RecoverConfig(TrainConfig):
     # factor of the rates of distillation; None: from how far the student is from its teacher,
     # and 1 if weights_lr, attention_lr, extras_lr or cross_entropy is set, and for encoders
     rate_factor: float | None = None
+    # also if the swap starts where the original model is, as far as that can be measured
+    always_train: bool = False
     # of the teacher with train="full", which is a copy: the data type of its weights (None:
     # float32; "nf4": bfloat16 with linear layers in 4 bits), and whether they are in the memory of
     # the CPU while they do not run
@@ -255,6 +257,8 @@ def _recover(run: Run, config: RecoverConfig) -> tuple[PreTrainedModel, dict[str
     """Return the model of a run, recovered, and what calibration measured."""
     if config.teacher_dtype == "nf4":
         require_quantizable(run.model)
+    if reason := _why_not_trained(run, config):
+        return _untrained(run, reason)
     if config.cross_entropy and config.distil_steps and config.train != "extras":
         rows = run.rows_of_length(config.distil_length)
         run.tune_softmax(
@@ -273,9 +277,28 @@ def _recover(run: Run, config: RecoverConfig) -> tuple[PreTrainedModel, dict[str
 
 def _recover_student(run: Any, config: RecoverConfig) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Return the student of a run, recovered, and what the results say of it."""
+    if reason := _why_not_trained(run, config):
+        model, further = _untrained(run, reason)
+        return model, {**further, **run.describe_student()}
     model = _distil(transfer_student(run, config), run, config)
     run.baselines.results.setdefault("softmax tuned", run.baselines.results["softmax"])
     return model, run.describe_student()
+
+
+def _why_not_trained(run: Run, config: RecoverConfig) -> str:
+    """Return why nothing is trained, or ``""``; the text is learned with cross-entropy anyway."""
+    trains = config.transfer_steps or config.distil_steps
+    if run.is_encoder or config.always_train or config.cross_entropy or not trains:
+        return ""
+    return why_not_trained(run, run.model)
+
+
+def _untrained(run: Run, reason: str) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Return the model of a run that trains nothing, and the reason."""
+    run.log(reason)
+    run.baselines.results.setdefault("softmax tuned", run.baselines.results["softmax"])
+    model: PreTrainedModel = run.model
+    return model, {"not_trained": reason}
 
 
 def _require_hidden_state_loss(config: RecoverConfig) -> None:

@@ -30,7 +30,7 @@ def pairs(tmp_path_factory):
     return places
 
 
-def logits_of(folders, to, numbers):
+def logits_of(folders, to, numbers, tokens=TOKENS):
     """Return the logits of a student with some recurrent layers, whose weights are copied."""
     converted = attnzoo.convert(
         load(folders / "teacher"), to, recurrent=",".join(map(str, numbers))
@@ -39,7 +39,7 @@ def logits_of(folders, to, numbers):
     for number, layer in recurrent_layers(converted).items():
         layer.load_state_dict(transferred[number].state_dict())
     with torch.no_grad():
-        return attnzoo.speed_up(converted)(TOKENS).logits.double().log_softmax(-1)
+        return attnzoo.speed_up(converted)(tokens).logits.double().log_softmax(-1)
 
 
 def test_the_divergence_is_that_of_a_student_with_these_layers(folders, to):
@@ -52,6 +52,20 @@ def test_the_divergence_is_that_of_a_student_with_these_layers(folders, to):
         assert planner.divergence(numbers) == pytest.approx(float(expected), rel=1e-4)
     with torch.no_grad():
         torch.testing.assert_close(teacher(TOKENS).logits.double().log_softmax(-1), exact)
+
+
+def test_documents_of_a_row_are_measured_alone(folders, to):
+    positions = torch.cat([torch.arange(17), torch.arange(23)]).expand(2, -1)
+    rows = Rows(tokens=TOKENS[:2], positions=positions, bytes_per_token=1.0)
+    teacher, student = load(folders / "teacher"), attnzoo.speed_up(load(folders / "student"))
+    expected = []
+    for tokens in rows.documents():
+        with torch.no_grad():
+            exact = teacher(tokens[None]).logits.double().log_softmax(-1)
+        found = logits_of(folders, to, [0, 2], tokens[None])
+        expected.append((exact.exp() * (exact - found)).sum(-1)[0])
+    found = StudentPlanner(teacher, student, rows).divergence([0, 2])
+    assert found == pytest.approx(float(torch.cat(expected).mean()), rel=1e-5)
 
 
 def test_the_layers_are_chosen_greedily(one_pair):
