@@ -162,8 +162,7 @@ def patch_adapter_models(peft_model: Any) -> None:
         return
     init, add_adapter = cls.__init__, cls.add_adapter
     disable_adapter, save_pretrained = cls.disable_adapter, cls.save_pretrained
-    load_adapter = cls.load_adapter
-    from_pretrained: Any = vars(cls)["from_pretrained"].__func__
+    _patch_loading(cls)
     _patch_prompts(peft_model)
 
     @wraps(init)
@@ -185,6 +184,33 @@ def patch_adapter_models(peft_model: Any) -> None:
 
         extras.prepare_adapter(self.base_model, peft_config)
         add_adapter(self, adapter_name, peft_config, *args, **kwargs)
+
+    @wraps(disable_adapter)
+    @contextmanager
+    def disable_adapter_and_extras(self: Any) -> Iterator[None]:
+        from attnzoo.hf.adapters import extras
+
+        with disable_adapter(self), extras.disabled_extras(self):
+            yield
+
+    @wraps(save_pretrained)
+    def save_pretrained_with_swap(self: Any, *args: Any, **kwargs: Any) -> None:
+        from attnzoo.hf.adapters import extras
+        from attnzoo.hf.saving.card import complete_adapter_card
+
+        extras.prepare_save(self)
+        save_pretrained(self, *args, **kwargs)
+        folder = args[0] if args else kwargs["save_directory"]
+        complete_adapter_card(self, folder)
+
+    cls.__init__, cls.add_adapter = init_with_extras, add_adapter_with_extras
+    cls.disable_adapter, cls.save_pretrained = disable_adapter_and_extras, save_pretrained_with_swap
+
+
+def _patch_loading(cls: Any) -> None:
+    """Check what an adapter loads, and leave the model as it was if it cannot be loaded."""
+    load_adapter = cls.load_adapter
+    from_pretrained: Any = vars(cls)["from_pretrained"].__func__
 
     @wraps(load_adapter)
     def load_adapter_of_the_swap(
@@ -209,28 +235,8 @@ def patch_adapter_models(peft_model: Any) -> None:
         with unchanged_on_error(model):
             return from_pretrained(cls, model, *args, **kwargs)
 
-    @wraps(disable_adapter)
-    @contextmanager
-    def disable_adapter_and_extras(self: Any) -> Iterator[None]:
-        from attnzoo.hf.adapters import extras
-
-        with disable_adapter(self), extras.disabled_extras(self):
-            yield
-
-    @wraps(save_pretrained)
-    def save_pretrained_with_swap(self: Any, *args: Any, **kwargs: Any) -> None:
-        from attnzoo.hf.adapters import extras
-        from attnzoo.hf.saving.card import complete_adapter_card
-
-        extras.prepare_save(self)
-        save_pretrained(self, *args, **kwargs)
-        folder = args[0] if args else kwargs["save_directory"]
-        complete_adapter_card(self, folder)
-
     cls.load_adapter = load_adapter_of_the_swap
     cls.from_pretrained = classmethod(from_pretrained_or_unchanged)
-    cls.__init__, cls.add_adapter = init_with_extras, add_adapter_with_extras
-    cls.disable_adapter, cls.save_pretrained = disable_adapter_and_extras, save_pretrained_with_swap
 
 
 def _patch_prompts(peft_model: Any) -> None:
