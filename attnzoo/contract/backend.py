@@ -161,6 +161,8 @@ class AttentionBackend(nn.Module):
             reasons.append("the layer has attention sinks, which it would ignore")
         if geometry.position_bias and not can.additive_bias:
             reasons.append("the layer adds a position bias to its scores, which it would ignore")
+        if geometry.own_mask and not can.arbitrary_mask:
+            reasons.append(f"{geometry.own_mask}, which it does not support")
         if geometry.last_tokens and can.needs_hidden_states:
             reasons.append(
                 "the model may compute only the last tokens in this layer or in one with its "

@@ -187,6 +187,8 @@ class Geometry:
         sinks: Whether the model has learned attention sinks in this layer.
         dropout: Probability with which the model drops attention weights in training.
         position_bias: Whether the model adds a position bias to the scores, as T5 does.
+        own_mask: What the model puts into this layer's mask itself, as a tensor or by a function of
+            its own, for a message; empty if nothing.
         last_tokens: Whether the model may compute only the last tokens in this layer, or in one
             that has its keys (Gemma 4).
         max_length: Maximum sequence length of the model, if the model defines one.
@@ -208,6 +210,7 @@ class Geometry:
     sinks: bool = False
     dropout: float = 0.0
     position_bias: bool = False
+    own_mask: str = ""
     last_tokens: bool = False
     max_length: int | None = None
     layer: int = 0

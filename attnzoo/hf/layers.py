@@ -81,7 +81,8 @@ def read_geometry(model: nn.Module, name: str, module: nn.Module) -> Geometry:
     config = layer_config(config, number)
     owners = (module, config)
     heads = _first(owners, *_HEADS)
-    hidden = _first(owners, "embed_dim", "hidden_size", "d_model", "dim", "n_embd")
+    hidden = _first((module,), "attention_hidden_size")  # Zamba 2 joins two hidden states
+    hidden = hidden or _first(owners, "embed_dim", "hidden_size", "d_model", "dim", "n_embd")
     size = _first((module,), "qk_head_dim", *_SIZES) or _first((config,), "head_dim")
     if size is None and heads and hidden:
         size = hidden // heads
@@ -100,6 +101,7 @@ def read_geometry(model: nn.Module, name: str, module: nn.Module) -> Geometry:
     causal = (is_causal(module, config) or _in_causal_tower(model, module)) and not cross
     sinks = getattr(module, "sinks", getattr(module, "sink_proj", None))  # or a projection
     longest = "max_target_positions" if causal else "max_source_positions"
+    window = sliding_window(module, config, number)
     return Geometry(
         num_heads=int(heads),
         num_key_heads=int(key_heads),
@@ -109,12 +111,13 @@ def read_geometry(model: nn.Module, name: str, module: nn.Module) -> Geometry:
         causal=causal,
         cross_attention=cross,
         scale=_first((module,), "scaling", "scale"),
-        window=sliding_window(module, config, number),
+        window=window,
         chunk_size=chunk_size(config, number),
         softcap=_first((module,), "attn_logit_softcapping"),
         sinks=sinks is not None and not isinstance(sinks, bool | int),
         dropout=attention_dropout(module),
         position_bias=has_position_bias(module, cross_attention=cross),
+        own_mask=seam.own_mask(model, module, has_window=window is not None),
         last_tokens=seam.may_compute_last_tokens(model, module),
         max_length=_first((config,), "max_position_embeddings", "n_positions", longest),
         layer=number,

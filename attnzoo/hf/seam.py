@@ -7,7 +7,6 @@ release of transformers" in CONTRIBUTING.md. The methods that attnzoo replaces a
 
 from __future__ import annotations
 
-import dis
 import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -59,9 +58,9 @@ __all__ = [
     "causal_mask_function",
     "document_masks",
     "family_uses_interface",
+    "forward_code",
     "granite_normalizes_groups",
     "has_recurrent_layers",
-    "has_rotary_positions",
     "is_of_another_package",
     "is_quantized",
     "is_recording",
@@ -71,6 +70,7 @@ __all__ = [
     "may_compute_last_tokens",
     "names_cache",
     "output_cache",
+    "own_mask",
     "package",
     "pretrained_models",
     "reads_name",
@@ -78,7 +78,6 @@ __all__ = [
     "set_implementation",
     "sub_configs",
     "submodels",
-    "takes_positions",
     "trainer_optimizer",
 ]
 
@@ -101,13 +100,25 @@ ATTENTION_MASK = ("attention_mask",)
 SHARES_KEYS = ("is_kv_shared_layer", "store_full_length_kv")
 SLICES_QUERIES = "_maybe_slice_kv_shared_inputs"  # method of models, by `logits_to_keep`
 MERGED_MASK = "merged_attention_mask"  # of modules that attend to both sequences in one call
+RELATIVE_SHIFT = "_rel_shift"  # of modules that add relative positions to their mask
+OWN_WINDOW = "sliding_window_mask_function"  # of models, in their own modelling files
 BLOCK_STATES = "block_states"  # of modules that attend to earlier layers, at each token apart
 
-# What models read that make positions from the mask, or from images
-OWN_POSITIONS = frozenset({"cumsum", "get_rope_index", "compute_3d_position_ids"})
-FIRST_POSITION = {"paligemma": 1}  # where it is not 0
-# The name under which models take and return a cache
-CACHE_ARGUMENT = next(x for x in CACHE if x in inspect.signature(create_causal_mask).parameters)
+
+def _cache_argument() -> str:
+    """Return the name under which models take and return a cache; a new name is refused."""
+    names = inspect.signature(create_causal_mask).parameters
+    found = next((name for name in CACHE if name in names), None)
+    if found is None:
+        raise UnsupportedError(
+            f"create_causal_mask of transformers {transformers.__version__} takes the cache under "
+            f"a name that attnzoo does not know: it takes {', '.join(names)} (known: "
+            f"{', '.join(CACHE)}). {HOW_TO_GO_ON}"
+        )
+    return found
+
+
+CACHE_ARGUMENT = _cache_argument()
 
 # Arguments that attention layers pass on and that do not change the result.
 IGNORED_ARGUMENTS = frozenset(
@@ -283,13 +294,14 @@ def mask_parts(function: Callable[..., Any]) -> tuple[str, Any]:
     return (kind, cells[variable]) if variable in cells else ("", name)
 
 
-def _forward_code(module: nn.Module) -> Any:
+def forward_code(module: nn.Module) -> Any:
+    """Return the code object of a module's forward, or ``None``."""
     return getattr(inspect.unwrap(type(module).forward), "__code__", None)
 
 
 def calls_attention_interface(module: nn.Module) -> bool:
     """Return whether a module's forward calls the attention interface to attend to tokens."""
-    code = _forward_code(module)
+    code = forward_code(module)
     return code is not None and INTERFACE in code.co_names and not attends_to_layers(module)
 
 
@@ -302,41 +314,31 @@ def may_compute_last_tokens(model: nn.Module, module: nn.Module) -> bool:
     return shares_keys and any(hasattr(type(part), SLICES_QUERIES) for part in model.modules())
 
 
-def takes_positions(model: nn.Module) -> bool:
-    """Return whether a model counts positions from the start of a row, or makes masks of them.
-
-    False for a model that makes positions from the mask or from images.
-    """
-    code = _forward_code(model)
-    if code is None or not OWN_POSITIONS.isdisjoint(code.co_names):
-        return False
-    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    if not {"position_ids", *ATTENTION_MASK} <= set(arguments):
-        return False
-    stored = (x.argval for x in dis.get_instructions(code) if x.opname.startswith("STORE"))
-    counts = "arange" in code.co_names and any("position_ids" in _names(x) for x in stored)
-    return counts or any(x.startswith("create_") and "mask" in x for x in code.co_names)
-
-
-def has_rotary_positions(model: nn.Module) -> bool:
-    """Return whether layers of a model rotate queries and keys; learned positions do not count."""
-    return any(name.endswith("inv_freq") for name, _ in model.named_buffers())
-
-
-def _names(argument: Any) -> tuple[Any, ...]:
-    """Return the names that an instruction stores; newer Python joins two instructions."""
-    return argument if isinstance(argument, tuple) else (argument,)
-
-
 def attends_to_both_sequences(module: nn.Module) -> bool:
     """Return whether the keys of a module are those of the decoder and of the encoder."""
-    code = _forward_code(module)
+    code = forward_code(module)
     return code is not None and MERGED_MASK in code.co_varnames
+
+
+def own_mask(model: nn.Module, module: nn.Module, *, has_window: bool) -> str:
+    """Return what a model puts into the mask of an attention module by code of its own, or ``""``.
+
+    ``has_window`` says whether the layer has a sliding window.
+    """
+    if attends_to_both_sequences(module):
+        return "the layer attends to the decoder's and the encoder's tokens under one mask"
+    if reads_name(module, RELATIVE_SHIFT):
+        return "the layer adds scores of relative positions to its mask"
+    owners = [x for x in pretrained_models(model) if reads_name(x, OWN_WINDOW)]
+    windowed = [x for x in owners if has_window or reads_name(x, "sliding_windows")]
+    if any(part is module for x in windowed for part in x.modules()):
+        return "the model makes the mask of the layer's window by a function of its own"
+    return ""
 
 
 def attends_to_layers(module: nn.Module) -> bool:
     """Return whether a module attends to outputs of earlier layers, as Inkling 2's residuals."""
-    code = _forward_code(module)
+    code = forward_code(module)
     return code is not None and BLOCK_STATES in code.co_varnames
 
 
@@ -354,7 +356,7 @@ def family_uses_interface(family: str) -> bool:
 
 def reads_name(module: nn.Module, name: str) -> bool:
     """Return whether a module's forward uses ``name`` as an argument or attribute."""
-    code = _forward_code(module)
+    code = forward_code(module)
     if code is None:
         return False
     nested = (item for const in code.co_consts if isinstance(const, tuple) for item in const)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attnzoo.contract.backend import AttentionBackend
 from attnzoo.hf import seam
+from attnzoo.hf.models.row_positions import has_rotary_positions, takes_positions
 from attnzoo.hf.seam import cache_argument, output_cache
 from attnzoo.testing.trial import Broken, ConformanceError
 
@@ -152,8 +153,8 @@ def _check_split_prompts(model: Any, prompts: _Prompts) -> None:
 
 def _check_without_positions(model: Any, prompts: _Prompts) -> None:
     """Compare rows with padding for which no positions are given; learned ones may differ."""
-    owners = filter(seam.takes_positions, seam.pretrained_models(model))
-    if not any(map(seam.has_rotary_positions, owners)):
+    owners = filter(takes_positions, seam.pretrained_models(model))
+    if not any(map(has_rotary_positions, owners)):
         return
     ids, mask = prompts.ids, prompts.mask
     ours = model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]

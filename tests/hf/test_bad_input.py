@@ -12,7 +12,17 @@ import torch
 import transformers as hf
 
 import attnzoo
-from attnzoo.errors import AttnzooError, ConfigError, SpecError, UnknownBackendError
+from attnzoo.errors import (
+    AttnzooError,
+    ConfigError,
+    SpecError,
+    UnknownBackendError,
+    UnsupportedError,
+)
+from attnzoo.hf import seam
+from attnzoo.hf.attention.call import layer_backend
+from attnzoo.hf.layers import attention_layers
+from tools.family_sweep.build import make_model
 
 # (spec, options, class of the error, parts of its message)
 SPECS: list[tuple[Any, dict[str, Any], type[Exception], list[str]]] = [
@@ -141,3 +151,72 @@ def test_messages_are_short(llama):
         with pytest.raises(kind) as error:
             attnzoo.swap(llama(), spec, **options)
         assert len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"), [("flash", {}), ("flash", {"window": 4}), ("longformer", {"window": 4})]
+)
+def test_a_cache_of_another_dtype(backend, options, llama, ids):
+    model = attnzoo.swap(llama(), backend, **options)
+    with torch.no_grad():
+        cache = seam.output_cache(model(ids))
+        model.bfloat16()
+        with pytest.raises(UnsupportedError, match="float32 and the queries are bfloat16"):
+            model(ids[:, :1], **seam.cache_argument(cache))
+        with torch.autocast("cpu", torch.bfloat16):  # converts what it computes with
+            model.float()(ids)
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"), [("block_sparse", {}), ("linformer", {"block": 4})]
+)
+def test_growing_states_of_a_compiled_forward_are_named(backend, options, llama, ids):
+    model = attnzoo.swap(llama(num_hidden_layers=1), backend, **options)
+    cache = hf.StaticCache(model.config, max_cache_len=20)
+    torch._dynamo.reset()
+    with torch.no_grad(), pytest.raises(UnsupportedError, match=r"under torch\.compile"):
+        torch.compile(model, backend="eager")(ids, **seam.cache_argument(cache))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("backend", ["linear", "longformer", "block_sparse"])
+def test_bidirectional_layers_with_a_cache(backend, llama, ids):
+    model = attnzoo.swap(llama(is_causal=False), backend)
+    with pytest.raises(UnsupportedError, match=rf"'{backend}'.*bidirectional.*use_cache=False"):
+        model(ids)
+    model(ids, use_cache=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*in every attention layer")
+@pytest.mark.parametrize("backend", ["linear", "longformer"])
+@pytest.mark.parametrize(
+    ("family", "masks"),
+    [
+        ("t5gemma2", ["the decoder's and the encoder's tokens", "by a function of its own"]),
+        ("parakeet_encoder", ["relative positions"]),
+    ],
+)
+def test_masks_of_the_model_are_refused_when_swapping(family, masks, backend):
+    model = make_model(family, 1.0)
+    options = {} if backend == "linear" else {"window": 4}
+    with pytest.raises(UnsupportedError, match="cannot serve it"):
+        attnzoo.swap(model, backend, **options)
+    attnzoo.swap(model, backend, else_="flash", **options)
+    layers = attention_layers(model)
+    for mask in masks:
+        own = [x for x in layers if mask in x.geometry.own_mask]
+        assert own, mask
+        assert {layer_backend(x.module).name for x in own} == {"flash"}
+
+
+def test_a_gate_of_joined_hidden_states(ids):
+    """Layers of Zamba 2 get two hidden states, joined."""
+    model = attnzoo.swap(make_model("zamba2", 1.0), "delta")
+    assert {x.geometry.hidden_size for x in attention_layers(model)} == {64}
+    assert model(ids, use_cache=False).logits.isfinite().all()
+
+
+def test_a_renamed_argument_of_transformers_is_named(monkeypatch):
+    monkeypatch.setattr(seam, "create_causal_mask", lambda config, brand_new: None)
+    with pytest.raises(UnsupportedError, match=r"takes config, brand_new \(known: cache"):
+        seam._cache_argument()

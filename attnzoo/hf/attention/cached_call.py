@@ -72,6 +72,8 @@ def run_with_state(
     output: AttentionOutput = backend(
         query, key, value, mask=mask, state=layer.readable_state(), return_state=True, **options
     )
+    if output.out.dtype != query.dtype == value.dtype:
+        refuse_dtype_of_cache(query, output.out)
     layer.set_state(output.state, call)
     layer.past_padding = past
     return _last_queries(output, queries)
@@ -196,6 +198,21 @@ def _last_queries(output: AttentionOutput, queries: int) -> AttentionOutput:
         return output
     weights = None if output.weights is None else output.weights[:, :, -queries:]
     return output._replace(out=output.out[:, :, -queries:], weights=weights)
+
+
+def refuse_dtype_of_cache(query: Tensor, held: Tensor) -> None:
+    """Raise where the cache would give the output another dtype; autocast converts it.
+
+    Args:
+        query: Of the call.
+        held: Keys or an output that have the dtype of earlier tokens.
+    """
+    if not torch.is_autocast_enabled(query.device.type):
+        dtypes = [str(x.dtype).removeprefix("torch.") for x in (held, query)]
+        raise UnsupportedError(
+            f"the cache holds {dtypes[0]} and the queries are {dtypes[1]}: the model changed its "
+            "dtype between two calls; start with an empty cache, or change the model back"
+        )
 
 
 def _refuse_mask_function(backend: Any, mask: AttentionMask) -> None:

@@ -23,7 +23,11 @@ from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import AttentionOutput
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf import seam
-from attnzoo.hf.attention.cached_call import run_last_queries, run_with_state
+from attnzoo.hf.attention.cached_call import (
+    refuse_dtype_of_cache,
+    run_last_queries,
+    run_with_state,
+)
 from attnzoo.hf.attention.continuous_batching import paged_attention
 from attnzoo.hf.attention.packing import Packing, add_packing
 from attnzoo.hf.cache.state_layer import StateLayer, state_layer
@@ -127,6 +131,7 @@ class LayerHook(ForwardArguments):
         if not backend.keeps_all_keys and not cross:
             cache = self.cache(args, kwargs)
             if cache is not None:
+                _refuse_state(backend)
                 layer = state_layer(cache, cache_index(module, backend), backend)
         elif backend.capabilities.exact_steps and not cross:
             _refuse_candidates(backend, self.cache(args, kwargs))
@@ -145,6 +150,20 @@ def _refuse_candidates(backend: AttentionBackend, cache: Any) -> None:
             "all keys for a single new token only, and assisted decoding passes several at once; "
             "set another value of decoding, or leave out the assistant and "
             "prompt_lookup_num_tokens"
+        )
+
+
+def _refuse_state(backend: Any) -> None:
+    """Raise for a state that a call with a cache cannot have, before the cache has counted it."""
+    can, reason = backend.capabilities, ""
+    if not backend.geometry.causal:
+        reason = "the layer is bidirectional, so that no state continues it; pass use_cache=False"
+    elif torch.compiler.is_compiling() and (can.state_grows or can.state_keeps_keys):
+        reason = "the size of its state depends on the number of tokens, which a graph of "
+        reason += "torch.compile does not follow; do not compile calls with a cache"
+    if reason:
+        raise UnsupportedError(
+            f"{backend.geometry.name}: backend {backend.name!r} cannot run with a cache: {reason}"
         )
 
 
@@ -332,6 +351,8 @@ def _run_backend(
     try:
         if query.shape[1] != backend.geometry.num_heads:
             _refuse_split_heads(query.shape[1], backend.geometry.num_heads)
+        if query.dtype != key.dtype and not arguments.cross_attention:
+            refuse_dtype_of_cache(query, key)
         if arguments.cache is not None:
             return run_with_state(backend, arguments.cache, query, key, value, mask, options)
         if isinstance(mask, ModelMask) and mask.function is not None:

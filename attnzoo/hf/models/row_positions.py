@@ -11,6 +11,7 @@ flash attention also beside a mask of ones.
 
 from __future__ import annotations
 
+import dis
 import inspect
 from typing import Any
 
@@ -25,6 +26,9 @@ from attnzoo.hf.attention.packing import Packing
 from attnzoo.hf.models.documents import keeps_cache, restarts
 from attnzoo.hf.names import NAME
 
+# What models read that make positions from the mask, or from images
+OWN_POSITIONS = frozenset({"cumsum", "get_rope_index", "compute_3d_position_ids"})
+FIRST_POSITION = {"paligemma": 1}  # where it is not 0
 _HANDLE = "_attnzoo_positions"  # attribute of hooked models
 ADVICE = "pass neither attention_mask, if all tokens are real, nor a cache (use_cache=False)"
 
@@ -45,7 +49,7 @@ class PositionHook(ForwardArguments):
         self.passes_on = any(x.kind is x.VAR_KEYWORD for x in signature.parameters.values())
         self.config, self.counts = config, counts
         self.recurrent = seam.has_recurrent_layers(model)  # a DocumentHook serves all its layers
-        self.first = seam.FIRST_POSITION.get(model.config.model_type, 0)
+        self.first = FIRST_POSITION.get(model.config.model_type, 0)
 
     def __call__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -80,6 +84,9 @@ class PositionHook(ForwardArguments):
                     f"not tell its layers beside a mask or a cache; {ADVICE}"
                 )
         elif self.counts and isinstance(mask, Tensor) and mask.ndim == 2:
+            if "position_ids" not in self.names:
+                _refuse_left_padding(model, mask)
+                return None
             new = {"position_ids": row_positions(mask, tokens, past) + self.first}
         else:
             new = None
@@ -129,12 +136,52 @@ def documents_of(positions: Tensor, mask: Any, *, has_cache: bool) -> Tensor | N
     return (steps != 1).cumsum(1)  # as transformers separates them
 
 
+def _refuse_left_padding(model: nn.Module, mask: Tensor) -> None:
+    """Raise for padding on the left in a model that takes no positions; a graph when it runs."""
+    begins = mask[:, :1].bool() | ~mask.bool().any(1, keepdim=True)
+    advice = "takes no position_ids and counts from the start of the row; pad on the right"
+    if not values_are_known(begins):
+        torch._assert_async(begins.all(), f"{type(model).__name__} {advice}")
+    elif not bool(begins.all()):
+        row = int((~begins).nonzero()[0, 0])
+        raise UnsupportedError(
+            f"row {row} has padding on the left, and {type(model).__name__} {advice}"
+        )
+
+
 def _check_positions(positions: Tensor) -> None:
     if positions.ndim == 3 and positions.shape[0] == 1:
         raise UnsupportedError(
             f"position_ids have the shape {tuple(positions.shape)}; pass [batch, tokens], or "
             "[1, tokens] for all rows"
         )
+
+
+def takes_positions(model: nn.Module) -> bool:
+    """Return whether a model counts positions from the start of a row, or makes masks with them.
+
+    False for a model that makes positions from the mask or from images.
+    """
+    code = seam.forward_code(model)
+    if code is None or not OWN_POSITIONS.isdisjoint(code.co_names):
+        return False
+    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    if not set(seam.ATTENTION_MASK) <= set(arguments):
+        return False
+    stored = (x.argval for x in dis.get_instructions(code) if x.opname.startswith("STORE"))
+    counts = "arange" in code.co_names and any("position_ids" in _names(x) for x in stored)
+    makes_mask = any(x.startswith("create_") and "mask" in x for x in code.co_names)
+    return counts or ("position_ids" in arguments and makes_mask)
+
+
+def has_rotary_positions(model: nn.Module) -> bool:
+    """Return whether layers of a model rotate queries and keys; learned positions do not count."""
+    return any(name.endswith("inv_freq") for name, _ in model.named_buffers())
+
+
+def _names(argument: Any) -> tuple[Any, ...]:
+    """Return the names that an instruction stores; newer Python joins two instructions."""
+    return argument if isinstance(argument, tuple) else (argument,)
 
 
 def add_position_hooks(model: nn.Module) -> None:
@@ -145,9 +192,9 @@ def add_position_hooks(model: nn.Module) -> None:
     for owner in seam.pretrained_models(model):
         inner = set(owner.modules())
         found: list[Any] = [(x, backend) for x, backend in swapped if x in inner]
-        if found and seam.takes_positions(owner):
+        if found and takes_positions(owner):
             exact = all(backend.capabilities.exact for _, backend in found)
-            counts = not exact and seam.has_rotary_positions(owner)
+            counts = not exact and has_rotary_positions(owner)
             hook = PositionHook(owner, found[0][0].config, counts=counts)
             vars(owner)[_HANDLE] = owner.register_forward_pre_hook(hook, with_kwargs=True)
 

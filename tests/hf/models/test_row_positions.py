@@ -234,6 +234,7 @@ def test_positions_of_another_shape_are_refused(rows):
 
 def test_a_compiled_graph_refuses_documents_when_it_runs(rows):
     model = attnzoo.swap(tiny_llama(num_hidden_layers=1), "flash")
+    torch._dynamo.reset()
     whole = torch.compile(model, backend="eager", fullgraph=True)
     given = {"attention_mask": ONES, "use_cache": False}
     with torch.no_grad():
@@ -242,3 +243,16 @@ def test_a_compiled_graph_refuses_documents_when_it_runs(rows):
         assert_close(whole(ids, position_ids=torch.arange(12)[None], **given).logits, expected)
         with pytest.raises(RuntimeError, match="position_ids begin again"):
             whole(ids, position_ids=PLACES, **given)
+
+
+def test_padding_on_the_left_of_a_model_without_positions_is_refused(rows):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 99}
+    config = hf.DiaConfig(encoder_config=sizes)
+    model = attnzoo.swap(redrawn(hf.DiaModel(config).encoder), "linear")
+    ids, mask = rows
+    with torch.no_grad():
+        found = model(ids, attention_mask=mask.flip(1))[0][1, :-PADDING]
+        assert_close(found, model(ids[1:, :-PADDING])[0][0], atol=2e-4, rtol=2e-4)
+        with pytest.raises(UnsupportedError, match=r"row 1 .* DiaEncoder takes no position_ids"):
+            model(ids, attention_mask=mask)
