@@ -72,7 +72,7 @@ def parse_option(text: str, expected: str) -> tuple[str, Any]:
     name, value = split_pair(text, expected)
     try:
         return name, json.loads(value)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # also of too many digits, or brackets
         return name, value
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from attnzoo.errors import ConfigError, SpecError
+from attnzoo.errors import ConfigError, SpecError, short_repr
 
 _ATTENTION = typer.Option(
     help="backend of all layers without an exception: NAME or NAME:OPTION=VALUE,..."
@@ -84,8 +84,10 @@ def parse_object(text: str, option: str) -> dict[str, Any]:
     """
     try:
         found = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{option} takes a JSON object, got {text!r} ({error})") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{option} takes a JSON object, got {short_repr(text)} ({error})"
+        ) from None
     if not isinstance(found, dict):
-        raise ConfigError(f"{option} takes a JSON object, got {text!r}")
+        raise ConfigError(f"{option} takes a JSON object, got {short_repr(text)}")
     return found

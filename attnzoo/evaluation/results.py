@@ -55,7 +55,7 @@ def read(path: Path) -> list[Row]:
             row = json.loads(line)
             if number == len(lines) and not text.endswith("\n"):
                 raise ValueError("no end of line")
-        except ValueError:
+        except (ValueError, RecursionError):
             if number == len(lines):
                 fault = "the last one, is truncated; delete that line to resume from the others, or"
                 raise SpecError(f"Line {number} of {str(path)!r}, {fault} {remedy}") from None

@@ -98,6 +98,8 @@ def test_ranges_of_submodules_are_not_expanded():
         lambda x: {"backend": x},
         lambda x: {"backend": f"flash:{x}"},
         lambda x: {"backend": f"flash:{x}=1"},
+        lambda x: {"backend": f"flash:window={'[' * len(x)}"},
+        lambda x: {"backend": f"flash:window={'1' * len(x)}"},
         lambda x: {"backend": "flash", "options": {x: 1}},
         lambda x: {"backend": "flash", "options": {"impl": x}},
         lambda x: {"backend": "linear", "options": {"feature_map": x}},

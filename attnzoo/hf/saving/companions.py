@@ -85,11 +85,11 @@ def _module_folders(source: Path) -> set[str]:
         return set()
     try:
         modules = json.loads(file.read_text("utf-8"))
-    except ValueError:  # copied as it is
+    except (ValueError, RecursionError):  # copied as it is
         return set()
     entries = modules if isinstance(modules, list) else []
     paths = (entry.get("path") for entry in entries if isinstance(entry, dict))
-    return {Path(path).parts[0] for path in paths if isinstance(path, str) and path}
+    return {part for path in paths if isinstance(path, str) for part in Path(path).parts[:1]}
 
 
 def _files(folder: Path, modules: set[str]) -> Iterator[Path]:

@@ -92,6 +92,14 @@ def test_the_links_of_a_hub_cache_are_followed(tmp_path):
     assert files(tmp_path / "new") == {"config.json", "modules.json"}
 
 
+@pytest.mark.parametrize("text", ["[" * 10**5, '[{"path": "."}, {"path": ""}, {"path": 3}]', "1"])
+def test_modules_that_cannot_be_read_are_copied_as_they_are(text, tmp_path):
+    write(tmp_path / "old", {"modules.json": text})
+    (tmp_path / "new").mkdir()
+    copy_companions(tmp_path / "old", tmp_path / "new")
+    assert (tmp_path / "new" / "modules.json").read_text() == text
+
+
 def test_moved_files_replace_those_of_an_earlier_attempt(tmp_path):
     write(tmp_path / "partial", {"config.json": "new", "1_Pooling/config.json": "new"})
     write(tmp_path / "out", {"1_Pooling/config.json": "old", "losses.jsonl": ""})
