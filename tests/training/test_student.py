@@ -127,7 +127,9 @@ def recurrent_names(student):
 def test_documents_of_a_packed_row_do_not_see_each_other(folders):
     """The model is that of a run, whatever the run is."""
     run = SimpleNamespace(
-        accelerator=SimpleNamespace(distributed_type="NO"), path=folders / "student"
+        accelerator=SimpleNamespace(distributed_type="NO"),
+        path=folders / "student",
+        config=SimpleNamespace(disable_dropout=True),
     )
     student = StudentRun.load(run, dtype=torch.float32).eval()
     tokens = torch.randint(2, 259, (1, 50), generator=torch.Generator().manual_seed(0))
