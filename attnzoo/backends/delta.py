@@ -31,7 +31,11 @@ from attnzoo.contract.states import (
 from attnzoo.errors import ConfigError
 from attnzoo.ops.delta.api import delta_attention
 from attnzoo.ops.features.functional import widen
-from attnzoo.ops.window.causal_window import WindowState, causal_window_attention
+from attnzoo.ops.window.causal_window import (
+    WindowState,
+    causal_window_attention,
+    grow_window,
+)
 from attnzoo.runtime.autocast import autocast_disabled
 
 DELTA_ONLY = 1e4  # mixing logit of a head without its window
@@ -232,20 +236,24 @@ class DeltaBackend(RecurrentBackend):
             far = self.attend_state(inputs)
             if self.config.window is None:
                 return far._replace(out=far.out.to(inputs.v.dtype))
-            old = inputs.state
+            old, window = inputs.state, self.window_of_call(inputs)
             assert far.impl is not None
+            sinks = self.config.num_sinks
+            if old is not None and inputs.slots is None and old.k.shape[2] < window + sinks:
+                k, v = (grow_window(x, window, sinks) for x in (old.k, old.v))
+                old = old._replace(k=k, v=v)
             near, lse, near_state, near_impl = causal_window_attention(
                 inputs.q,
                 inputs.k,
                 inputs.v,
-                window=self.config.window,
+                window=window,
                 scale=inputs.scale,
                 sequences=inputs.sequences,
                 state=None if old is None else WindowState(old.k, old.v, old.seen),
                 return_state=inputs.return_state,
                 shard=inputs.shard,
                 impl=self.config.impl,
-                num_sinks=self.config.num_sinks,
+                num_sinks=sinks,
                 slots=inputs.slots,
                 reuse_state=inputs.reuse_state,
             )

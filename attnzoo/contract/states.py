@@ -15,6 +15,8 @@ from attnzoo.contract.padding import values_are_known
 from attnzoo.errors import UnsupportedError
 from attnzoo.runtime.derivatives import is_transformed
 
+FULL_STATE = 4096  # keys up to which a state has its full size from the first token on
+
 
 class LinearState(NamedTuple):
     """Linear attention: sums over all tokens so far, of a fixed size."""
@@ -225,6 +227,36 @@ class ImplChoice(NamedTuple):
 
     impl: str
     reason: str
+
+
+def rows_of_state(limit: int, held: int | None, seen: Tensor | None, tokens: int) -> int:
+    """Return how many of the latest keys a state has space for after a call.
+
+    A state of up to ``FULL_STATE`` keys has all rows from the first token on, so that its shape
+    never changes; a larger one doubles with the tokens.
+
+    Args:
+        limit: Most keys.
+        held: Rows of the state before the call; ``None`` without a state.
+        seen: Tokens of each sequence before the call, ``[B]``.
+        tokens: New tokens, at most.
+
+    Raises:
+        UnsupportedError: The state would have to grow in a compiled graph.
+    """
+    if limit <= FULL_STATE or held == limit:
+        return limit
+    if torch.compiler.is_compiling():
+        if held is None:
+            return limit
+        raise UnsupportedError(
+            f"a state of the {limit} latest keys grows with the tokens beyond {FULL_STATE}, which "
+            "torch.compile does not support; take a window of at most so many keys, or decode "
+            "without torch.compile"
+        )
+    if seen is not None and seen.numel():
+        tokens += int(seen.max())
+    return min(limit, 1 << (max(tokens, held or 0, FULL_STATE) - 1).bit_length())
 
 
 class AttentionOutput(NamedTuple):

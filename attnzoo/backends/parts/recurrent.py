@@ -16,6 +16,7 @@ from attnzoo.backends.parts.positions import count_tokens, with_count, without_c
 from attnzoo.contract.backend import AttentionBackend
 from attnzoo.contract.capabilities import Capabilities
 from attnzoo.contract.config import (
+    MAX_SINKS,
     MAX_STATE,
     BackendConfig,
     Geometry,
@@ -24,10 +25,10 @@ from attnzoo.contract.config import (
 )
 from attnzoo.contract.implementation import impl_names
 from attnzoo.contract.inputs import AttentionInputs
-from attnzoo.contract.states import AttentionOutput
+from attnzoo.contract.states import AttentionOutput, rows_of_state
 from attnzoo.errors import ConfigError
 from attnzoo.ops.hybrid.api import hybrid_attention
-from attnzoo.ops.hybrid.state import LinearBranch
+from attnzoo.ops.hybrid.state import LinearBranch, with_window
 from attnzoo.ops.linear.api import linear_attention
 from attnzoo.ops.linear.common import MapWeights
 from attnzoo.runtime.autocast import autocast_disabled
@@ -49,8 +50,7 @@ class RecurrentConfig(BackendConfig):
 
     ops: ClassVar[tuple[str, ...]] = ("linear_attention", "linear_step")
 
-    # the state keeps the keys of so many tokens, whatever the length of the sequence
-    largest: ClassVar[Mapping[str, int]] = {"window": MAX_STATE, "num_sinks": MAX_STATE}
+    largest: ClassVar[Mapping[str, int]] = {"window": MAX_STATE, "num_sinks": MAX_SINKS}
     window: int | None = None
     num_sinks: int = 0
     # On the embedded model with window 32, before training: 0.1 lowers the loss of the window alone
@@ -155,6 +155,8 @@ class RecurrentBackend(AttentionBackend):
     window_op: ClassVar[str] = "hybrid_attention"  # computes the window, whose names impl may take
     # [H] bool: heads that attend without their window in training mode; set by window dropout
     linear_only_heads: Tensor | None = None
+    # whether the state of a wide window has all its rows from the first token on, as pools need it
+    fixed_state_size = False
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
         super().__init__(config, geometry)
@@ -249,12 +251,26 @@ class RecurrentBackend(AttentionBackend):
         heads = self.linear_only_heads if self.training else None
         return None if heads is None else heads.to(device)
 
+    def window_of_call(self, inputs: AttentionInputs) -> int:
+        """Return the window, or fewer keys for which the state of a wide one has space so far."""
+        window, state = self.config.window, inputs.state
+        assert window is not None
+        if self.fixed_state_size or inputs.shard is not None or inputs.slots is not None:
+            return window
+        held = seen = None
+        if state is not None:
+            held, seen = state.k.shape[2] - self.config.num_sinks, state.seen
+        return rows_of_state(window, held, seen, inputs.k.shape[2])
+
     def attend_hybrid(self, inputs: AttentionInputs, branch: LinearBranch) -> AttentionOutput:
         """Compute softmax attention inside the window and linear attention outside."""
         assert self.config.window is not None
         heads = self.heads_without_window(inputs.q.device)
         if heads is not None:
             branch = branch._replace(linear_only_heads=heads)
+        window, state = self.window_of_call(inputs), inputs.state
+        if state is not None and inputs.slots is None:
+            state = with_window(state, window)
         return hybrid_attention(
             inputs.q,
             inputs.k,
@@ -262,9 +278,9 @@ class RecurrentBackend(AttentionBackend):
             branch,
             causal=inputs.mask.causal,
             sequences=inputs.sequences,
-            window=self.config.window,
+            window=window,
             scale=inputs.scale,
-            state=inputs.state,
+            state=state,
             return_state=inputs.return_state,
             impl=self.config.impl,
             chunk_size=self.config.chunk_size,

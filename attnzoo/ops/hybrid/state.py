@@ -19,6 +19,7 @@ from attnzoo.ops.linear.context_parallel import state_from_earlier_ranks
 from attnzoo.ops.window.causal_window import (
     WindowInputs,
     WindowState,
+    grow_window,
     is_filled,
     latest_tokens,
     next_window,
@@ -48,6 +49,21 @@ def oldest_first(state: HybridState) -> HybridState:
 def as_ring(state: HybridState) -> HybridState:
     """Return the ring buffer of a state whose keys are in order of time."""
     return _rotate(state, -state.seen)
+
+
+def with_window(state: HybridState, window: int) -> HybridState:
+    """Return a state whose window has more rows than all its tokens fill."""
+    held = state.features.shape[2]
+    if held == window:
+        return state
+    in_order, num_sinks = oldest_first(state), state.k.shape[2] - held
+    return as_ring(
+        in_order._replace(
+            k=grow_window(in_order.k, window, num_sinks),
+            v=grow_window(in_order.v, window, num_sinks),
+            features=grow_window(in_order.features, window, 0),
+        )
+    )
 
 
 def _rotate(state: HybridState, steps: Tensor) -> HybridState:

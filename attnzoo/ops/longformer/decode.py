@@ -1,8 +1,9 @@
 """Decoding with sliding-window attention: a rolling cache of the window, and the first keys.
 
-The state has a fixed size from the first token on: the R latest keys, R being the largest distance
-to a key over all heads, and the first P keys of the sequence, the last of which is the last global
-position. A step costs O(P + R), independent of the sequence length. Other letters: T new tokens.
+The state has a fixed size from the first token on, or, in a wide pattern, grows to it: the R latest
+keys, R being the largest distance to a key over all heads, and the first P keys of the sequence,
+the last of which is the last global position. A step costs O(P + R), independent of the sequence
+length. Other letters: T new tokens.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.contract.padding import gather_tokens
+from attnzoo.contract.states import rows_of_state
 from attnzoo.ops.softmax.sdpa import sdpa
 from attnzoo.ops.window.pattern import Pattern
 
@@ -60,7 +63,11 @@ def update_state(x: DecodingInputs, state: LongformerState | None) -> Longformer
     """Return the state after the new tokens; the given state is not modified."""
     if state is None:
         state = _empty_state(x)
-    real, length, size = _real_tokens(x), x.k.shape[2], state.k.shape[2]
+    real, length, held = _real_tokens(x), x.k.shape[2], state.k.shape[2]
+    size = rows_of_state(x.pattern.tokens_before, held, state.seen, length)
+    if size > held:
+        k, v = (F.pad(y, (0, 0, size - held, 0)) for y in (state.k, state.v))
+        state = state._replace(k=k, v=v)
     if x.padding_mask is None:
         new, old = max(length - size, 0), min(length, size)
         k = torch.cat([state.k[:, :, old:], x.k[:, :, new:]], 2)
@@ -116,6 +123,7 @@ def _empty_state(x: DecodingInputs) -> LongformerState:
     batch, heads, _, key_size = x.k.shape
     value_size, latest, first = x.v.shape[3], x.pattern.tokens_before, x.num_first
     own = 0 if x.global_qkv is None else first
+    latest = rows_of_state(latest, None, None, x.k.shape[2])
 
     def zeros(length: int, size: int) -> Tensor:
         return x.k.new_zeros(batch, heads, length, size)

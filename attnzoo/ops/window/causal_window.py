@@ -194,6 +194,18 @@ def next_window(x: WindowInputs, sequences: Sequences | None) -> WindowState:
     return WindowState(latest(x.k, old_k), latest(x.v, old_v), seen)
 
 
+def grow_window(x: Tensor, rows: int, num_sinks: int) -> Tensor:
+    """Return first and latest keys or values ``[B, Hkv, G + W, X]`` with zeros before the latest.
+
+    Args:
+        x: The rows of a state, the newest last.
+        rows: The new W.
+        num_sinks: G.
+    """
+    sinks, latest = x.tensor_split([num_sinks], 2)
+    return torch.cat([sinks, F.pad(latest, (0, 0, rows - latest.shape[2], 0))], 2)
+
+
 def tokens_after(state: WindowState | None, new: Tensor, sequences: Sequences | None) -> Tensor:
     """Return the number of tokens of each sequence after a call, ``[R]`` int64."""
     if sequences is None:

@@ -34,7 +34,9 @@ WORD = torch.int64  # pages are counted in elements of the widest type
 def build_again(backend: AttentionBackend, dtype: torch.dtype, device: Any) -> AttentionBackend:
     """Return a backend with memory and initial values from one that may have been built without."""
     with torch.device(device):
-        return type(backend)(backend.config, backend.geometry).to(dtype).eval()
+        again = type(backend)(backend.config, backend.geometry).to(dtype).eval()
+    again.fixed_state_size = True  # a page has the whole window
+    return again
 
 
 class Layer(nn.Module):
@@ -80,6 +82,7 @@ class StateLayer(Layer, MambaBase):
         self, backend: AttentionBackend, prefix: str, dtype: torch.dtype, scale: float
     ) -> None:
         super().__init__(backend, prefix, dtype, scale)
+        backend.fixed_state_size = True
         with torch.device("cpu"):
             state = build_again(backend, dtype, "cpu").empty_state(torch.empty(0, dtype=dtype))
         self.state_class = type(state)
