@@ -362,7 +362,7 @@ def test_damaged_models_are_explained(monkeypatch, capsys, saved, tmp_path, comm
         assert (code, "Error while deserializing" in problem) == (2, True), problem
     config.write_text('{"model_type": "llama", ')
     code, _, problem = run(monkeypatch, capsys, command, damaged, *options)
-    assert (code, "not a valid JSON file" in problem) == (2, True), problem
+    assert (code, "config.json' cannot be read: " in problem) == (2, True), problem
 
 
 def test_a_full_disk_is_explained(monkeypatch, capsys, saved, tmp_path):

@@ -197,10 +197,13 @@ class Sequences:
         return self.count, index, self.inside_rows().flatten()
 
 
-def bounds_of(sequences: Sequences | None) -> tuple[Tensor | None, Tensor | None, int]:
-    """Return starts, lengths and the longest length, as C++ kernels take them."""
-    if sequences is None:
-        return None, None, 0
+# Starts, lengths and the longest length of sequences, as C++ kernels take them
+Bounds = tuple[Tensor | None, Tensor | None, int]
+NO_BOUNDS: Bounds = (None, None, 0)
+
+
+def bounds_of(sequences: Sequences) -> Bounds:
+    """Return the starts, the lengths and the longest length."""
     return sequences.starts, sequences.lengths, sequences.longest
 
 

@@ -32,7 +32,7 @@ from attnzoo.hf.swap.convert import original_attention
 from attnzoo.report.atomic_write import atomic_write
 from attnzoo.training.candidates import token_divergence
 from attnzoo.training.checkpoints import FOLDER, explain_write_errors
-from attnzoo.training.transfer import evaluation_mode
+from attnzoo.training.transfer import evaluation_mode, has_indexer, swapped_layers
 from attnzoo.training.verdict import difference
 
 FAR = 0.1  # nats
@@ -85,6 +85,8 @@ def why_not_trained(run: Any, model: Any) -> str:
         run: A :class:`attnzoo.training.runs.Run` of a causal model, with its baselines.
         model: The student before training.
     """
+    if any(has_indexer(x) and not x.indexer.is_trained for x in swapped_layers(model).values()):
+        return ""
     lines = run.baselines.results
     metrics = ("loss", "recall", "agreement")
     if any(difference(x, lines["raw swap"], lines["softmax"]).is_clear for x in metrics):

@@ -177,7 +177,7 @@ def test_killed_process_is_resumed(saved, text, tmp_path, capsys, attnzoo_comman
         *("recover", str(saved), "--data", str(text), "--out", str(tmp_path / "out")),
         *("--attention", "linear", "--set", "feature_map=hedgehog", "--length", "32"),
         *("--transfer-steps", "80", "--distil-steps", "3", "--batch", "2"),
-        *("--checkpoint-every", "10"),
+        *("--checkpoint-every", "10", "--always-train"),
     ]
     command = [sys.executable, "-m", "attnzoo", *arguments]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from attnzoo.backends.feature_maps.base import FeatureMap, get_feature_map
 from attnzoo.backends.feature_maps.config import FeatureMapConfig
 from attnzoo.backends.parts.positions import count_tokens, with_count, without_count
+from attnzoo.contract import states
 from attnzoo.contract.backend import AttentionBackend
 from attnzoo.contract.capabilities import Capabilities
 from attnzoo.contract.config import (
@@ -25,7 +26,7 @@ from attnzoo.contract.config import (
 )
 from attnzoo.contract.implementation import impl_names
 from attnzoo.contract.inputs import AttentionInputs
-from attnzoo.contract.states import AttentionOutput, rows_of_state
+from attnzoo.contract.states import AttentionOutput
 from attnzoo.errors import ConfigError
 from attnzoo.ops.hybrid.api import hybrid_attention
 from attnzoo.ops.hybrid.state import LinearBranch, with_window
@@ -255,12 +256,14 @@ class RecurrentBackend(AttentionBackend):
         """Return the window, or fewer keys for which the state of a wide one has space so far."""
         window, state = self.config.window, inputs.state
         assert window is not None
-        if self.fixed_state_size or inputs.shard is not None or inputs.slots is not None:
+        if window <= states.FULL_STATE or self.fixed_state_size:
+            return window
+        if inputs.shard is not None or inputs.slots is not None:
             return window
         held = seen = None
         if state is not None:
             held, seen = state.k.shape[2] - self.config.num_sinks, state.seen
-        return rows_of_state(window, held, seen, inputs.k.shape[2])
+        return states.rows_of_state(window, held, seen, inputs.k.shape[2])
 
     def attend_hybrid(self, inputs: AttentionInputs, branch: LinearBranch) -> AttentionOutput:
         """Compute softmax attention inside the window and linear attention outside."""

@@ -64,9 +64,11 @@ def extend_positions(model: nn.Module, length: int, *, method: str | None = None
             unchanged.
 
     Example:
-        >>> extension = attnzoo.extend_positions(model, 2048)
-        >>> model.config.max_position_embeddings
-        2048
+        >>> from transformers import BertConfig, BertModel
+        >>> encoder = BertModel(BertConfig(num_hidden_layers=1, max_position_embeddings=64))
+        >>> extension = attnzoo.extend_positions(encoder, 256)
+        >>> encoder.config.max_position_embeddings
+        256
     """
     target = unwrap_model(model)
     if target is None:

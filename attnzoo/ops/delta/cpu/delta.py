@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.contract.sequences import bounds_of, refuse_sequences
+from attnzoo.contract.sequences import NO_BOUNDS, bounds_of, refuse_sequences
 from attnzoo.contract.states import DeltaState, refuse_slots, run_on_slots
 from attnzoo.ops.delta.common import NORM_EPS, DeltaInputs, Result, normalized
 from attnzoo.ops.linear.common import log_decay_per_token, state_dtype
@@ -128,7 +128,8 @@ def run_cpp(x: DeltaInputs) -> Result:
     check_reverse_mode("delta_attention", *tensors)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     options = (x.scale, x.chunk_size or CPP_CHUNK, x.return_state, needs_grad)
-    out, state, _ = delta_cpp(*tensors, *bounds_of(x.sequences), *options)
+    bounds = NO_BOUNDS if x.sequences is None else bounds_of(x.sequences)
+    out, state, _ = delta_cpp(*tensors, *bounds, *options)
     return out, DeltaState(state) if x.return_state else None
 
 

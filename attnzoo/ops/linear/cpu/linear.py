@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.contract.context_parallel import SequenceShard
-from attnzoo.contract.sequences import Sequences, bounds_of
+from attnzoo.contract.sequences import NO_BOUNDS, Sequences, bounds_of
 from attnzoo.contract.states import LinearState
 from attnzoo.ops.linear.common import (
     SCALED,
@@ -131,8 +131,9 @@ def _run(x: LinearInputs, *, totals: bool) -> tuple[Tensor, Tensor, LinearState 
     chunk_size = KERNEL_CHUNK if x.chunk_size is None else x.chunk_size
     feature_scale = x.feature_scale**0.5 if x.feature_map in SCALED else 1.0
     options = (x.scale, x.normalize, x.eps, chunk_size, x.feature_map, feature_scale)
+    bounds = NO_BOUNDS if x.sequences is None else bounds_of(x.sequences)
     out, kv, z, sums, _ = linear_cpp(
-        *(*tensors, *bounds_of(x.sequences), *options, totals, needs_grad, x.return_state)
+        *(*tensors, *bounds, *options, totals, needs_grad, x.return_state)
     )
     last = LinearState(kv, z) if x.return_state else None
     return (out if totals else out.to(x.v.dtype)), sums, last
