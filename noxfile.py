@@ -41,7 +41,6 @@ TESTS_OF_BITSANDBYTES = (
 )
 TESTS = (
     "tests/hf",
-    "tests/families",
     "tests/tools/family_sweep",
     "tests/test_spec.py",
     "tests/test_minilm.py",

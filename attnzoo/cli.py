@@ -14,7 +14,6 @@ from attnzoo.commands import (
     compare,
     environment,
     evaluate_command,
-    families,
     heads,
     memory,
     models,
@@ -56,7 +55,6 @@ app.command("describe")(models.describe)
 app.command("swap")(models.swap)
 app.command("convert")(models.convert)
 app.command("demo")(models.demo)
-app.command("families")(families.families)
 app.command("plan")(recovery.plan)
 app.command("recipes")(recipes.recipes)
 app.command("recover")(recovery.recover)

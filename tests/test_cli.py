@@ -208,7 +208,7 @@ def test_names_are_whole_in_80_columns(monkeypatch, capsys):
 
 def test_commands_are_the_documented_ones():
     names = {c.name or c.callback.__name__ for c in app.registered_commands}
-    models = {"list", "describe", "swap", "convert", "demo", "families"}
+    models = {"list", "describe", "swap", "convert", "demo"}
     training = {"plan", "recover", "recipes", "finetune", "evaluate", "launch-config"}
     measuring = {"compare", "tasks", "inspect", "memory", "heads"}
     assert names == models | training | {"run", "autoload", "doctor"} | measuring

@@ -83,7 +83,6 @@ def test_every_command_and_public_name_works_or_names_its_extra(tmp_path):
         ("describe", "embedded"): "",
         ("swap", "embedded", *window, "--out", swapped): "",
         ("convert", "embedded", "--to", "mistral", "--help"): "",
-        ("families",): "",
         ("recipes",): "",
         ("plan", *training): train,
         ("recover", *training, *window): train,

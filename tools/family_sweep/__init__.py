@@ -1,4 +1,4 @@
 """Check every model family of the installed transformers under every backend.
 
-``python -m tools.family_sweep`` writes the record that ``attnzoo families`` prints.
+``python -m tools.family_sweep`` writes the record, of which docs/families.md is made.
 """

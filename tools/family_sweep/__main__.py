@@ -28,7 +28,7 @@ def main(
 
     from attnzoo.contract.backend import BUILTIN
     from attnzoo.errors import did_you_mean
-    from attnzoo.families import record
+    from tools.family_sweep import record
     from tools.family_sweep.output import write_pages, write_record
     from tools.family_sweep.sweep import sweep
 

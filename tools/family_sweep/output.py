@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from attnzoo.families.record import (
+from tools.family_sweep.record import (
     FOLDER,
     backends,
     by_family,
@@ -55,8 +55,7 @@ independence of padding, decoding equal to one forward pass, and a working `gene
 | ? | equal, but the outputs are not sensitive to some layer or feature |
 | no | not supported, for a reason below |
 
-`python -m tools.family_sweep` writes the record ({cpu} s of CPU time); `attnzoo families
---model-type NAME` shows the entry of a model type with all reasons.
+`python -m tools.family_sweep` writes the record ({cpu} s of CPU time), tools/family_sweep/records.
 
 | families | {names} |
 |---|{rules}|

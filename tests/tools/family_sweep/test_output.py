@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from attnzoo.families import record
-from tools.family_sweep import output
+from tools.family_sweep import output, record
 from tools.family_sweep.__main__ import merge
 
 ROOT = Path(__file__).resolve().parents[3]

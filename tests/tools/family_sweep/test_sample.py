@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from attnzoo.families import record
+from tools.family_sweep import record
 from tools.family_sweep.model_type import check_type
 
 SAMPLE = {

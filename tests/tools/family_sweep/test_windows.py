@@ -12,11 +12,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import attnzoo
 from attnzoo.backends.parts import exact
 from attnzoo.errors import UnsupportedError
-from attnzoo.families import record
 from attnzoo.hf import seam
 from attnzoo.hf.attention import cached_call
 from attnzoo.hf.masks import ModelMask
 from attnzoo.testing import ConformanceError, check_generation
+from tools.family_sweep import record
 from tools.family_sweep.check import DIFFERENT, EQUAL, REFUSED
 from tools.family_sweep.model_type import build_sensitive_family
 from tools.family_sweep.windows import PADDINGS, SPECS, window_outcome

@@ -1,6 +1,6 @@
 """Read the records of the sweep over model families and summarise them; does not need torch.
 
-``attnzoo/assets/families`` has one record per version of transformers.
+``records/`` has one record per version of transformers.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from attnzoo.errors import SpecError, did_you_mean
+from attnzoo.errors import SpecError
 
-FOLDER = Path(__file__).parents[1] / "assets" / "families"
+FOLDER = Path(__file__).parent / "records"
 # A family has the worst outcome of its checked model types, except that it is refused only if all
 # of them are.
 WORST_FIRST = ("failed", "different", "equal", "runs", "in part", "unproven", "refused")
@@ -39,22 +39,6 @@ def read(version: str = "") -> dict[str, Any]:
         )
     record: dict[str, Any] = json.loads((FOLDER / f"{version or known[0]}.json").read_text("utf-8"))
     return record
-
-
-def model_type_entry(record: dict[str, Any], model_type: str) -> dict[str, Any]:
-    """Return the entry of a model type.
-
-    Raises:
-        SpecError: The record has no such model type.
-    """
-    types = record["types"]
-    if model_type not in types:
-        raise SpecError(
-            f"transformers {record['transformers']} has no model type {model_type!r}."
-            f"{did_you_mean(model_type, types)}"
-        )
-    entry: dict[str, Any] = types[model_type]
-    return entry
 
 
 def short_reason(reason: str) -> str:

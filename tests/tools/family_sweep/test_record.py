@@ -1,14 +1,10 @@
-"""The recorded sweep meets its goals, and the command shows it."""
-
-import json
+"""The recorded sweep meets its goals."""
 
 import pytest
 
-from attnzoo.cli import app
-from attnzoo.commands import terminal
 from attnzoo.errors import SpecError
-from attnzoo.families import record
 from attnzoo.hf.seam import TESTED
+from tools.family_sweep import record
 
 VERSIONS = record.versions()
 
@@ -51,35 +47,3 @@ def test_the_newest_record_is_of_the_newest_supported_version():
 def test_an_unknown_version_is_refused():
     with pytest.raises(SpecError, match=r"No sweep of transformers 4\.0"):
         record.read("4.0")
-
-
-def run(monkeypatch, capsys, *arguments):
-    monkeypatch.setattr(terminal.console, "_width", 200)
-    app(["families", *arguments], standalone_mode=False)
-    return capsys.readouterr().out
-
-
-def test_command(monkeypatch, capsys):
-    out = run(monkeypatch, capsys)
-    assert "gated_linear" in out
-    assert "llama" in out
-    assert "silently different" in out
-    out = run(monkeypatch, capsys, "--backend", "linear")
-    assert "sliding window" in out
-    out = run(monkeypatch, capsys, "--model-type", "gemma2")
-    assert "caps its scores" in out
-    out = run(monkeypatch, capsys, "--model-type", "llama", "--backend", "linear", "--json")
-    assert json.loads(out)["types"]["llama"]["backends"]["linear"]["outcome"] == "runs"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--backend", "liner"], "Did you mean 'linear'"),
-        (["--model-type", "lama"], "Did you mean 'llama'"),
-        (["--transformers", "5.1"], "No sweep of transformers 5.1"),
-    ],
-)
-def test_command_says_what_is_wrong(arguments, message):
-    with pytest.raises(SpecError, match=message):
-        app(["families", *arguments], standalone_mode=False)
