@@ -85,7 +85,8 @@ def why_not_trained(run: Any, model: Any) -> str:
         run: A :class:`attnzoo.training.runs.Run` of a causal model, with its baselines.
         model: The student before training.
     """
-    if any(has_indexer(x) and not x.indexer.is_trained for x in swapped_layers(model).values()):
+    indexers = [x.indexer for x in swapped_layers(model).values() if has_indexer(x)]
+    if not all(indexer.is_trained for indexer in indexers if indexer is not None):
         return ""
     lines = run.baselines.results
     metrics = ("loss", "recall", "agreement")
