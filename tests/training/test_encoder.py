@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 import attnzoo
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.models import embedded_model_path
-from attnzoo.training.documents import DataError
+from attnzoo.training.documents import DataError, read_documents, split_documents
 from attnzoo.training.encoder import (
     EmbeddingSimilarity,
     Texts,
@@ -85,6 +85,31 @@ def test_frozen_weights_in_bfloat16_are_no_part_of_the_result(encoder, lines, tm
     for name in frozen:
         assert torch.equal(saved[name], exact[name]), name
     assert any(not torch.equal(saved[name], x) for name, x in exact.items())
+
+
+def test_texts_of_a_command_are_as_alone(encoder, lines, attnzoo_command, tmp_path):
+    """Short texts of JSON lines, padded beside longer ones, against each text without padding."""
+    out, swap = tmp_path / "out", {"feature_map": "hedgehog", "window": 2}
+    arguments = ["--attention", "linear", *(f"--set={k}={v}" for k, v in swap.items())]
+    steps = ["--transfer-steps", "1", "--distil-steps", "1", "--length", "32"]
+    attnzoo_command(
+        "recover", str(encoder), "--data", str(lines), "--out", str(out), *arguments, *steps
+    )
+    found = json.loads((out / "recovery.json").read_text())["lines"]["raw swap"]["cosine"]
+    tokenizer = hf.AutoTokenizer.from_pretrained(encoder)
+    held_out = [*split_documents(read_documents([lines]))[1]["text"]]
+    parts = {"truncation": True, "max_length": 32, "return_overflowing_tokens": True}
+    means = []
+    for spec in (None, attnzoo.AttentionSpec("linear", **swap)):
+        model = hf.BertModel.from_pretrained(encoder, dtype=torch.float64).eval()
+        if spec is not None:
+            attnzoo.swap(model, spec)
+        rows = [torch.tensor([x]) for x in tokenizer(held_out, **parts)["input_ids"]]
+        with torch.no_grad():
+            means.append(torch.cat([model(x).last_hidden_state.mean(1) for x in rows]))
+    assert len({x.shape[1] for x in rows}) > 1
+    assert found == pytest.approx(float(torch.cosine_similarity(*means).mean()), rel=1e-5)
+    assert found < 0.999
 
 
 @pytest.mark.parametrize("train", ["extras", "lora", "full"])
