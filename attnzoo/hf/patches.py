@@ -190,7 +190,9 @@ def patch_masks(masking_utils: Any) -> None:
 
 
 def _keep_arguments(masking_utils: Any, name: str) -> None:
-    make = getattr(masking_utils, name)
+    make = getattr(masking_utils, name, None)
+    if make is None:  # another release; a mask without known parts is materialised or refused
+        return
 
     @wraps(make)
     def make_with_arguments(*args: Any, **kwargs: Any) -> Any:

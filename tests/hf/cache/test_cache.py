@@ -87,7 +87,10 @@ def test_a_state_that_grows_is_no_layer_of_a_smaller_cache(name, llama, ids):
     model = attnzoo.swap(llama(), backend, layers={"0": "flash"}, **options)
     offloaded = hf.DynamicCache()
     vars(offloaded)["offloading"] = True  # the option needs a GPU
-    cache = hf.QuantizedCache("fp8", model.config)
+    try:
+        cache = hf.QuantizedCache("fp8", model.config)
+    except ValueError:
+        pytest.skip("this release of transformers quantises a cache by other packages only")
     swapped = model.model.layers[1].self_attn.attnzoo
     if name in ("linformer", "block_sparse"):
         with pytest.raises(UnsupportedError, match=r"layers\.1\.self_attn: the cache is quantized"):

@@ -39,7 +39,7 @@ REFUSED = "refused"
 @pytest.fixture(autouse=True)
 def torch_functions(monkeypatch):
     """Let stock layers run torch's functions where flash-linear-attention is installed."""
-    for family in (*FAMILIES, *UNSUPPORTED):
+    for family in {*FAMILIES, *UNSUPPORTED} & {*CONFIG_MAPPING}:
         name = family.removesuffix("_text")
         module = import_module(f"transformers.models.{name}.modeling_{name}")
         for rule in {*RULES} & {*vars(module)}:
@@ -48,6 +48,8 @@ def torch_functions(monkeypatch):
 
 def make(family):
     """Return a small random model with a layer of each kind."""
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"this release of transformers has no {family}")
     torch.manual_seed(0)
     config = shrink(CONFIG_MAPPING[family], UNSUPPORTED.get(family, {}))
     return redraw(AutoModelForCausalLM.from_config(config), 1.0).eval()
