@@ -22,8 +22,9 @@ COMMANDS = "reference/commands.md"
 
 
 def public_names(module: str) -> list[str]:
-    """Return the public names of a module."""
-    names: list[str] = import_module(module).__all__
+    """Return the public names of a module but for its modules, which have pages of their own."""
+    found = import_module(module)
+    names = [name for name in found.__all__ if not inspect.ismodule(getattr(found, name))]
     return sorted(names, key=str.lower)
 
 
