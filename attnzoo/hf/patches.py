@@ -162,9 +162,9 @@ def patch_cache(cache_utils: Any) -> None:
 
     @wraps(crop)
     def crop_all_layers_or_none(self: Cache, *args: Any, **kwargs: Any) -> None:
-        from attnzoo.hf.cache.state_layer import unchanged_on_error
+        from attnzoo.hf.cache.state_layer import reset_layers_on_error
 
-        with unchanged_on_error(self):
+        with reset_layers_on_error(self):
             crop(self, *args, **kwargs)
 
     cls.activate_past_recording = activate_and_note

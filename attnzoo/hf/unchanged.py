@@ -1,8 +1,8 @@
-"""Leave a model as it was if an error is raised while it is changed."""
+"""Leave a model or a cache as it was if an error is raised while it is changed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,8 +22,26 @@ def unchanged_on_error(model: nn.Module) -> Iterator[None]:
         model: A model, or a wrapper around one. Only its own modules and configs are reset.
     """
     target: Any = model
-    before = [_Attributes(x) for x in (*model.modules(), *seam.all_configs(target))]
-    trained = [(x, x.requires_grad) for x in model.parameters()]
+    trained = {x: x.requires_grad for x in model.parameters()}
+    done = False
+    try:
+        with reset_on_error((*model.modules(), *seam.all_configs(target))):
+            yield
+        done = True
+    finally:
+        if not done:
+            for parameter, requires_grad in trained.items():
+                parameter.requires_grad_(requires_grad)
+
+
+@contextmanager
+def reset_on_error(owners: Iterable[object]) -> Iterator[None]:
+    """Context manager that resets the attributes of objects, and those that are containers.
+
+    Args:
+        owners: Objects with a ``__dict__``.
+    """
+    before = [_Attributes(x) for x in owners]
     done = False
     try:
         yield
@@ -32,8 +50,6 @@ def unchanged_on_error(model: nn.Module) -> Iterator[None]:
         if not done:
             for attributes in before:
                 attributes.reset()
-            for parameter, requires_grad in trained:
-                parameter.requires_grad_(requires_grad)
 
 
 class _Attributes:

@@ -25,6 +25,7 @@ from attnzoo.hf.layers import unwrap_model
 from attnzoo.hf.names import LOADED, NAME
 from attnzoo.hf.saving.layer_specs import current_specs
 from attnzoo.hf.swap.convert import swap
+from attnzoo.hf.unchanged import reset_on_error
 from attnzoo.registry import build_backend
 
 
@@ -283,16 +284,10 @@ def unwrapped_extras(model: nn.Module, adapters: Iterable[str]) -> Iterator[None
     """
     wrappers = list(_wrappers(model))
     chosen = [_own_backend(wrapper, adapters) for _, wrapper in wrappers]
-    for (parent, wrapper), own in zip(wrappers, chosen, strict=True):
-        setattr(parent, NAME, own or wrapper.original_module)
-    done = False
-    try:
+    with reset_on_error(parent for parent, _ in wrappers):
+        for (parent, wrapper), own in zip(wrappers, chosen, strict=True):
+            setattr(parent, NAME, own or wrapper.original_module)
         yield
-        done = True
-    finally:
-        if not done:
-            for parent, wrapper in wrappers:
-                setattr(parent, NAME, wrapper)
 
 
 def _own_backend(wrapper: Any, adapters: Iterable[str]) -> nn.Module | None:

@@ -8,8 +8,8 @@ function stores the state that the backend returns. The size of the state is con
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from attnzoo.errors import UnsupportedError
 from attnzoo.hf import seam
 from attnzoo.hf.cache.past_keys import refuse_export, refuse_unreadable
 from attnzoo.hf.cache.past_padding import PastPadding
+from attnzoo.hf.unchanged import reset_on_error
 
 State = Any  # a named tuple of tensors, batch first
 
@@ -388,28 +389,14 @@ class StaticStateLayer(StateLayer):
         raise UnsupportedError("a static cache cannot remove tokens; use a DynamicCache")
 
 
-@contextmanager
-def unchanged_on_error(cache: Cache) -> Iterator[None]:
-    """Context manager that resets all layers of a cache if one of them raises.
+def reset_layers_on_error(cache: Cache) -> AbstractContextManager[None]:
+    """Return a context manager that resets all layers of a cache if one of them raises.
 
     Layers replace their tensors when they are cropped, so their attributes are enough. Caches
     without states are not touched.
     """
     has_states = any(isinstance(layer, StateLayer) for layer in cache.layers)
-    before = [_attributes(layer) for layer in cache.layers] if has_states else []
-    succeeded = False
-    try:
-        yield
-        succeeded = True
-    finally:
-        if not succeeded:
-            for layer, attributes in zip(cache.layers, before, strict=False):
-                vars(layer).update(attributes)
-
-
-def _attributes(layer: Any) -> dict[str, Any]:
-    """Return a layer's attributes, with copies of lists, whose items layers replace."""
-    return {k: list(x) if isinstance(x, list) else x for k, x in vars(layer).items()}
+    return reset_on_error(cache.layers if has_states else ())
 
 
 def _clone_view(x: Tensor) -> Tensor:

@@ -277,6 +277,24 @@ def test_a_refused_crop_changes_no_layer(layers, llama, ids):
     assert_close(found, whole(model, ids)[:, 9:], atol=1e-4, rtol=1e-4)
 
 
+def test_a_refused_crop_resets_states_in_a_dictionary(llama, ids):
+    """As those of stock convolutions, which a crop replaces by item."""
+
+    class Convolution(hf.cache_utils.DynamicLayer):
+        def crop(self, tokens_to_remove):
+            self.conv_states[0] = self.conv_states[0][..., :tokens_to_remove]
+
+    model, layer = attnzoo.swap(llama(), "linear"), Convolution()
+    cache = hf.DynamicCache()
+    step(model, cache, ids[:, :9])
+    layer.conv_states = {0: torch.randn(1, 3, 9)}
+    before = layer.conv_states[0]
+    cache.layers.insert(0, layer)
+    with pytest.raises(UnsupportedError, match="last 3 tokens"):
+        cache.crop(-3)
+    assert layer.conv_states[0] is before
+
+
 def test_shapes_of_keys_count_tokens(llama, ids):
     """The shape of the keys has the number of tokens; reading the keys raises an error."""
     models = llama(), attnzoo.swap(llama(), "linear", layers={"1": "flash"})
