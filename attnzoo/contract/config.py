@@ -12,7 +12,7 @@ from attnzoo.contract.implementation import impl_names
 from attnzoo.errors import ConfigError, did_you_mean, short_repr
 
 MAX_STATE = 2**20  # largest number of latest tokens of which a state keeps the keys
-MAX_SINKS = 2**12  # largest number of first tokens, for all of which a state has space
+MAX_SINKS = 2**12  # largest number of first tokens; a state has rows for all of them
 MAX_SIZE = 2**24  # largest number of tokens, rows or features that an option or an op accepts
 MAX_SEED = 2**63 - 1
 

@@ -164,7 +164,7 @@ def tokenize(tokenizer: Any, text: str) -> Tensor:
 
 
 def first_documents(text: Path | None, characters: int) -> list[str]:
-    """Return the first documents of a file, of so many characters together; the last one is cut.
+    """Return the first documents of a file, ``characters`` long in total; the last one is cut.
 
     Raises:
         SpecError: As :func:`read_documents`.

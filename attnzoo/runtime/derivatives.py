@@ -87,19 +87,19 @@ def _has_tangent(x: Tensor) -> bool:
 
 def _is_mapped(x: Tensor) -> bool:
     """Return whether torch.vmap maps ``x``."""
-    functorch = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(x):
-        if functorch.is_batchedtensor(x):
-            return True
-        x = functorch.get_unwrapped(x)
-    return False
+    return _is_wrapped(x, torch._C._functorch.is_batchedtensor)
 
 
 def _is_differentiated_by_func(x: Tensor) -> bool:
     """Return whether ``grad``, ``vjp`` or ``jvp`` of torch.func differentiates by ``x``."""
+    return _is_wrapped(x, torch._C._functorch.is_gradtrackingtensor)
+
+
+def _is_wrapped(x: Tensor, is_kind: Callable[[Tensor], bool]) -> bool:
+    """Return whether one of the wrappers of torch.func around ``x`` is of a kind."""
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(x):
-        if functorch.is_gradtrackingtensor(x):
+        if is_kind(x):
             return True
         x = functorch.get_unwrapped(x)
     return False

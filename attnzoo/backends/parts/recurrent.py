@@ -253,7 +253,7 @@ class RecurrentBackend(AttentionBackend):
         return None if heads is None else heads.to(device)
 
     def window_of_call(self, inputs: AttentionInputs) -> int:
-        """Return the window, or fewer keys for which the state of a wide one has space so far."""
+        """Return the window, or the rows that the growing state of a wide window has so far."""
         window, state = self.config.window, inputs.state
         assert window is not None
         if window <= states.FULL_STATE or self.fixed_state_size:

@@ -31,9 +31,10 @@ class Packing(NamedTuple):
 
     def given(self) -> dict[str, Tensor]:
         """Return the arguments that are not ``None``, each tensor once."""
-        q, k = self.cu_seq_lens_q, self.cu_seq_lens_k
-        given = {"seq_idx": self.seq_idx, "cu_seq_lens_q": q, "cu_seq_lens_k": k}
-        return {n: x for n, x in given.items() if x is not None and not (n[-1] == "k" and x is q)}
+        found = self._asdict()
+        if self.cu_seq_lens_k is self.cu_seq_lens_q:
+            del found["cu_seq_lens_k"]
+        return {name: x for name, x in found.items() if x is not None}
 
     @property
     def has_lengths(self) -> bool:
