@@ -236,7 +236,7 @@ def main(
     torch.set_num_threads(1)
     text = join(path.read_bytes() for path in standard_library_files(held_out=False))
     model, lengths = long_model(model_path(start), query_scale), rows or ROWS
-    optimizers = make_optimizers(model, lr)
+    optimizers = make_optimizers(model, "muon", lr)
     step, seen, before, smooth = 0, 0, 0.0, 0.0
     if checkpoint.exists():
         state = torch.load(checkpoint, weights_only=True)
