@@ -102,6 +102,7 @@ def write_report(
     quality = quality_table(rows)
     if quality is not None:
         body += [page.heading(quality.title), quality.html()]
+        body += [page.paragraph(quality.caption, muted=True)] if quality.caption else []
     for group, curves in groups.items():
         if any(curve.ms for curve in curves):
             costs = cost_plots(group, curves)
@@ -291,20 +292,25 @@ def quality_plots(rows: Sequence[Row], group: Group, curves: Sequence[Curve]) ->
             figure=_by_length(
                 measured, "loss_by_position", "position, up to", Axis(label="bits per byte")
             ),
-        ),
-        Plot(
-            name="copy-by-distance",
-            title="Recall by distance: a second copy",
-            text="Fraction of the tokens of a second copy that are predicted correctly.",
-            figure=_by_length(measured, "copy_by_distance", distance, correct),
-        ),
-        Plot(
-            name="needle-by-distance",
-            title="Recall by distance: a needle",
-            text="Fraction of the digits of a number, given once, that are predicted correctly.",
-            figure=_by_length(measured, "needle_by_distance", distance, correct),
-        ),
+        )
     ]
+    for name, title, text in (
+        (
+            "copy",
+            "a second copy",
+            "Fraction of the tokens of a second copy that are predicted correctly.",
+        ),
+        (
+            "needle",
+            "a needle",
+            "Fraction of the digits of a number, given once, that are predicted correctly.",
+        ),
+    ):
+        field = f"{name}_by_distance"
+        if any(row[field] for row in measured):  # else the table says why
+            figure = _by_length(measured, field, distance, correct)
+            title = f"Recall by distance: {title}"
+            plots.append(Plot(name=f"{name}-by-distance", title=title, text=text, figure=figure))
     longest = max(best_exact(curves), default=None)
     if longest is not None:
         text = (

@@ -72,13 +72,12 @@ def summary(results: list[SwapResult]) -> str:
     ]
     parts = []
     if exact and control and exact.bits_per_byte and control.bits_per_byte:
-        assert exact.recall_bits_per_byte
-        assert control.recall_bits_per_byte
         loss = paired(control.loss_rows, exact.loss_rows)
-        recall = control.recall_bits_per_byte - exact.recall_bits_per_byte
+        before, after, recall = exact.recall_bits_per_byte, control.recall_bits_per_byte, ""
+        if before is not None and after is not None:
+            recall = f" and {after - before:+.2f} on recall"
         parts.append(
-            f"The control, a window of {WINDOW} tokens, costs {loss} bits per byte and "
-            f"{recall:+.2f} on recall."
+            f"The control, a window of {WINDOW} tokens, costs {loss} bits per byte{recall}."
         )
         below = [r for r in approximate if paired(r.loss_rows, control.loss_rows).is_positive]
         if below:

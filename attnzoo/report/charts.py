@@ -155,9 +155,10 @@ def line_chart(
 
     with mpl.rc_context(_SETTINGS):
         figure, axes = _new_figure(legend=[s.name for s in series if s.name])
-        legend = []
+        legend: list[Any] = []
         for one in series:
-            legend += axes.plot(list(one.x), list(one.y), label=one.name, **_line_style(one))
+            drawn = axes.plot(list(one.x), list(one.y), label=one.name, **_line_style(one))
+            legend += drawn if one.name else []  # matplotlib names the others itself
             if one.low is not None and one.high is not None:
                 color = COLORS[one.style % len(COLORS)]
                 axes.vlines(list(one.x), list(one.low), list(one.high), color=color, linewidth=1)
@@ -327,9 +328,8 @@ def _set_axis(axes: Any, which: str, axis: Axis) -> None:
         own.set_ticks([], minor=True)
 
 
-def _add_legend(figure: Any, artists: Sequence[Any]) -> None:
-    """Add a legend of the artists that have a label; it may begin with an underscore."""
-    handles = [artist for artist in artists if artist.get_label()]
+def _add_legend(figure: Any, handles: Sequence[Any]) -> None:
+    """Add a legend of some artists, whose labels may begin with an underscore."""
     labels = [artist.get_label() for artist in handles]
     if not labels:
         return

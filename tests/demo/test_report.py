@@ -51,6 +51,9 @@ def test_the_summary_states_clear_differences_only():
     assert (
         "At 1k tokens linear decodes 2.5 ± 0.0 times as fast as the model's own attention" in text
     )
+    assert "+1.00 on recall" in text
+    without = [replace(x, recall_bits_per_byte=None) for x in RESULTS]
+    assert "costs 1.000 ± 0.000 bits per byte." in summary(without)
     noisy = [replace(x, original_ms=x.rounds_ms) for x in RESULTS]
     noisy[2] = replace(noisy[2], loss_rows=[2.0, 9.0, 1.0, 0.5] * 2)
     text = summary(noisy)

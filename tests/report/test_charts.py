@@ -43,6 +43,14 @@ def test_text_stays_text(lines):
     assert {"1k", "2k", "tokens", "memory, MiB", "one <1>", "10"} <= set(found)
 
 
+def test_a_legend_has_the_names_that_were_given():
+    """Lines without a name have none; matplotlib calls them _child0."""
+    series = [Series(name=n, x=[1.0, 2.0], y=[3.0, 1.0 + i]) for i, n in enumerate(["", "_a", ""])]
+    found = texts(to_svg(plot(line_chart(series, x=Axis(label="x"), y=Axis(label="y")))))
+    assert "_a" in found
+    assert not [text for text in found if text and text.startswith("_child")]
+
+
 def test_it_refers_to_nothing_outside_and_takes_the_colours_of_the_page(lines):
     svg = to_svg(lines)
     ElementTree.fromstring(svg)  # well-formed, the title included
