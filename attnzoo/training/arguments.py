@@ -1,0 +1,108 @@
+"""Arguments of recovery: transformers' ``TrainingArguments``, and what recovery adds.
+
+Names are those of transformers, TRL (``SFTConfig``, ``ModelConfig``) and PEFT where they have the
+option. The command line is generated from these fields (attnzoo/commands/arguments.py), so each
+option, its name and its text exist once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import TrainingArguments
+
+TEACHER_DTYPES = ("float32", "bfloat16", "float16", "nf4")
+
+
+def _option(default: Any, text: str, *, choices: tuple[str, ...] | None = None) -> Any:
+    metadata: dict[str, Any] = {"help": text}
+    if choices is not None:
+        metadata["choices"] = choices
+    return field(default=default, metadata=metadata)
+
+
+@dataclass
+class RecoveryArguments(TrainingArguments):
+    """Arguments of :func:`~attnzoo.training.recover.recover`.
+
+    They are ``TrainingArguments`` with defaults that suit the embedded model, and the fields
+    below. ``max_steps`` and ``learning_rate`` are those of distillation; the schedule, warmup,
+    batch and so on apply to each stage.
+    """
+
+    output_dir: str | None = _option(None, "new folder for the model")
+    # --- which parameters are trained
+    train: str = _option(
+        "lora",
+        "extras (parameters of the backends), lora (and extras) or full (all)",
+        choices=("extras", "lora", "full"),
+    )
+    lora_r: int = _option(16, "rank of LoRA adapters")
+    lora_alpha: int | None = _option(None, "scale of the adapters, times the rank; default: 2 x r")
+    lora_target_modules: list[str] | None = _option(
+        None, "linear layers with adapters by name, such as q_proj; default: all"
+    )
+    dtype: str = _option(
+        "float32",
+        "data type of frozen weights; bfloat16 trains under autocast",
+        choices=("float32", "bfloat16"),
+    )
+    load_in_4bit: bool = _option(False, "frozen linear layers in 4 bits (QLoRA; bitsandbytes)")
+    # --- rows
+    dataset_text_field: str = _option("text", "field of JSON, parquet and data sets with the text")
+    max_tokens: str | None = _option(None, "read only so many tokens of the data, such as 300M")
+    max_length: int = _option(512, "tokens per row")
+    completion_only_loss: bool = _option(
+        False, "loss of completions and the assistant's messages only"
+    )
+    repeat_share: float | None = _option(
+        None, "fraction of rows with repeated segments, to train recall; default: 0.25"
+    )
+    repeats_per_row: int = _option(1, "repeated segments in such a row")
+    target_length: int | None = _option(
+        None, "tokens for which the swap is meant: it is evaluated there too"
+    )
+    # --- attention transfer
+    transfer_steps: int = _option(100, "steps of attention transfer, per block of layers")
+    transfer_learning_rate: float | None = _option(
+        None, "learning rate of transfer; default: 2e-2, or 5e-2 for target attention"
+    )
+    transfer_target: str = _option(
+        "output", "what layers match of softmax", choices=("output", "attention")
+    )
+    transfer_from: str | None = _option(
+        None, "folder of an earlier run, whose transferred layers are reused"
+    )
+    layers_at_once: int | None = _option(None, "layers per block of transfer; default: all")
+    # --- distillation
+    max_steps: int = _option(100, "steps of distillation")
+    learning_rate: float | None = _option(  # type: ignore[assignment]
+        None, "of distillation; default: 1e-3 for adapters, 1e-4 for all weights, scaled"
+    )
+    extras_learning_rate: float = _option(5e-3, "learning rate of the backends' own parameters")
+    attention_learning_rate: float | None = _option(
+        None, "learning rate of weights in attention layers; default: the same"
+    )
+    top_k: int | None = _option(None, "most probable tokens of the teacher in the KL; default: all")
+    cross_entropy: float = _option(0.0, "weight of cross-entropy in the loss, 0 to 1")
+    hidden_states: float = _option(0.0, "weight of the error of hidden states in the loss")
+    teacher_dtype: str | None = _option(
+        None,
+        "data type of the teacher of --train full, a copy; default: float32",
+        choices=TEACHER_DTYPES,
+    )
+    always_train: bool = _option(False, "train also if the swap starts where softmax is")
+    window_dropout: float = _option(0.0, "initial fraction of heads of a hybrid without window")
+    cp_size: int = _option(1, "processes that split each row (context parallelism)")
+    # --- defaults of TrainingArguments that recovery changes
+    per_device_train_batch_size: int = _option(8, "rows per step and process")
+    warmup_steps: float = _option(0.1, "linear warmup: a fraction of the steps, or steps")
+    lr_scheduler_type: str = _option("cosine", "schedule: cosine, linear, constant, ...")
+    adam_beta2: float = _option(0.95, "beta2 of AdamW")
+    eval_strategy: str = _option("steps", "no: the last state is kept, not the best")
+    eval_steps: float | None = _option(0.25, "steps, or a fraction of a stage, between evaluations")
+    save_steps: float = _option(0.25, "steps, or a fraction of a stage, between checkpoints")
+    save_total_limit: int | None = _option(2, "checkpoints that are kept")
+    seed: int = _option(0, "random seed")
+    report_to: str | list[str] | None = _option("none", "tracker, such as tensorboard or wandb")
