@@ -17,7 +17,6 @@ from attnzoo.commands import (
     heads,
     memory,
     models,
-    recipes,
     recovery,
     terminal,
 )
@@ -56,9 +55,15 @@ app.command("swap")(models.swap)
 app.command("convert")(models.convert)
 app.command("demo")(models.demo)
 app.command("plan")(recovery.plan)
-app.command("recipes")(recipes.recipes)
-app.command("recover")(recovery.recover)
-app.command("finetune")(recovery.finetune)
+# their options are those of dataclasses, which commands/arguments.py parses
+PASSED_ON = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "allow_interspersed_args": False,
+    "help_option_names": [],
+}
+app.command("recover", context_settings=PASSED_ON)(recovery.recover)
+app.command("finetune", context_settings=PASSED_ON)(recovery.finetune)
 app.command("evaluate")(evaluate_command.evaluate)
 app.command("launch-config")(environment.launch_config)
 app.command("compare")(compare.compare)

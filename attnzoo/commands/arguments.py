@@ -15,7 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
-from attnzoo.errors import ConfigError, did_you_mean
+from attnzoo.errors import AttnzooError, ConfigError, did_you_mean
 
 GROUPS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "recover": {
@@ -174,6 +174,8 @@ def parse(command: str, argv: Sequence[str], classes: Sequence[type]) -> tuple[A
     Raises:
         ConfigError: An option or a field of the file is unknown or has an invalid value.
     """
+    import torch
+
     parser = _parser(command, classes)
     argv, config = _read_config(argv)
     actions = {action.dest: action for action in parser._actions if action.dest != "help"}
@@ -186,6 +188,8 @@ def parse(command: str, argv: Sequence[str], classes: Sequence[type]) -> tuple[A
     for action in actions.values():
         if action.dest in config:
             action.default, action.required = config[action.dest], False
+    if not torch.accelerator.is_available() and "use_cpu" not in config:
+        parser.set_defaults(use_cpu=True)  # else transformers refuses bf16 there
     found, unknown = parser.parse_known_args(argv)
     for text in unknown:
         if text.startswith("-"):
@@ -198,10 +202,17 @@ def parse(command: str, argv: Sequence[str], classes: Sequence[type]) -> tuple[A
             f"{unknown[0]!r} belongs to no option; the model comes first: attnzoo {command} MODEL "
             "--option value"
         )
+    if not found.output_dir:
+        raise ConfigError("--output-dir is not given; give a new folder for the model")
     outputs = []
     for cls in classes:
         names = {field.name for field in dataclasses.fields(cls) if field.init}
-        outputs.append(cls(**{name: x for name, x in vars(found).items() if name in names}))
+        try:
+            outputs.append(cls(**{name: x for name, x in vars(found).items() if name in names}))
+        except AttnzooError:
+            raise
+        except (ValueError, ImportError) as error:  # of transformers' and TRL's own checks
+            raise ConfigError(str(error)) from error
     return tuple(outputs)
 
 

@@ -9,11 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from attnzoo.commands.model_argument import ModelArgument, model_folder
-from attnzoo.commands.recovery import print_results
-from attnzoo.commands.spec_options import parse_object, split
-from attnzoo.commands.terminal import AsJson, console, problems
-from attnzoo.commands.train_options import (
+from attnzoo.commands.data_options import (
     Column,
     Control,
     DataIfGiven,
@@ -22,6 +18,10 @@ from attnzoo.commands.train_options import (
     TargetLength,
     token_count,
 )
+from attnzoo.commands.model_argument import ModelArgument, model_folder
+from attnzoo.commands.recovery import print_results
+from attnzoo.commands.spec_options import parse_object, split
+from attnzoo.commands.terminal import AsJson, console, problems
 from attnzoo.errors import ConfigError
 
 

@@ -5,112 +5,19 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from attnzoo.commands.data_options import Column, Data, MaxTokens, token_count
 from attnzoo.commands.model_argument import ModelArgument, argument_of, model_folder
-from attnzoo.commands.spec_options import parse_object, spec_of
+from attnzoo.commands.spec_options import spec_of
 from attnzoo.commands.terminal import console, problems
-from attnzoo.commands.train_options import (
-    Column,
-    Data,
-    MaxTokens,
-    TrainOptions,
-    token_count,
-    with_train_options,
-)
 from attnzoo.errors import ConfigError, SpecError
-from attnzoo.hf.configs import read_field
 from attnzoo.report.live import show_status
 
-TransferTarget = Annotated[
-    str, typer.Option(help="what layers match of softmax: output or attention (weights)")
-]
-LayersAtOnce = Annotated[
-    int | None, typer.Option(help="layers per block of transfer; default: all")
-]
-TopK = Annotated[
-    int | None,
-    typer.Option(help="most probable tokens of the teacher in the distillation loss; default: all"),
-]
-CrossEntropy = Annotated[
-    float, typer.Option(help="weight of cross-entropy in the distillation loss, 0 to 1")
-]
-HiddenStates = Annotated[
-    float, typer.Option(help="weight of the error of hidden states in the distillation loss")
-]
-Train = Annotated[
-    str,
-    typer.Option(help="what to train: extras (of the backends), lora (and extras) or full (all)"),
-]
-TransferLR = Annotated[
-    float | None,
-    typer.Option(help="learning rate of transfer; default: 2e-2, or 5e-2 for target attention"),
-]
-TransferFrom = Annotated[
-    str | None,
-    typer.Option(help="folder of an earlier run, whose transferred layers are reused"),
-]
-CalibrationRows = Annotated[
-    int,
-    typer.Option(help="training rows whose attention the gates of delta start from; 0: none"),
-]
-Teacher = Annotated[
-    Path | None,
-    typer.Option(
-        parser=model_folder,
-        metavar="MODEL",
-        help="folder or Hub id of the model that MODEL was converted from by `attnzoo convert "
-        "--recurrent`, in place of a swap (experimental)",
-    ),
-]
-TeacherDtype = Annotated[
-    str | None,
-    typer.Option(
-        help="data type of the teacher with --train full, a copy: float32, bfloat16, float16, or "
-        "nf4 (linear layers in 4 bits, which needs bitsandbytes); default: float32"
-    ),
-]
-OffloadTeacher = Annotated[
-    bool,
-    typer.Option(
-        "--offload-teacher",
-        help="keep the teacher of --train full in the memory of the CPU; each layer's weights go "
-        "to the GPU while it runs",
-    ),
-]
-DisableDropout = Annotated[
-    bool, typer.Option(help="train without the model's dropout, which its config keeps")
-]
-DistilLength = Annotated[
-    int | None, typer.Option(help="tokens per row of distillation; default: --length")
-]
-DistilBatch = Annotated[
-    int | None, typer.Option(help="rows per step of distillation; default: --batch")
-]
-DistilSchedule = Annotated[
-    str | None, typer.Option(help="schedule of distillation; default: --lr-scheduler-type")
-]
-DistilScheduleOptions = Annotated[str, typer.Option(help="JSON for the schedule of distillation")]
-RateFactor = Annotated[
-    float | None,
-    typer.Option(
-        help="factor of the rates of distillation; default: from how far the student is from "
-        "softmax, and 1 if a rate is given"
-    ),
-]
-AlwaysTrain = Annotated[
-    bool,
-    typer.Option(
-        "--always-train",
-        help="train also if the swap starts less than 1e-3 nats from softmax, and no difference is "
-        "measured",
-    ),
-]
 PlanLength = Annotated[
     int | None, typer.Option(help="tokens per row; default: --target-length, or 512")
 ]
@@ -129,7 +36,6 @@ KeepSoftmax = Annotated[
 CacheBytes = Annotated[
     str | None, typer.Option(help="instead of --keep-softmax: largest cache, such as 1MiB")
 ]
-TransferSteps = Annotated[int, typer.Option(help="steps of transfer, per block of layers")]
 PlanFrom = Annotated[
     Path | None,
     typer.Option(
@@ -150,11 +56,6 @@ EqualWindow = Annotated[
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="measure and print, but write nothing")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace an existing --out")]
-OPTION_OF = {
-    "row_length": "length",
-    "batch_size": "batch",
-    "tune_softmax": "compare",
-}  # where a field has another name
 INTERRUPTED = 130  # exit code after ^C, as in shells
 
 
@@ -253,7 +154,7 @@ def _transferred_student(from_: Path | None, given: dict[str, Any]) -> Path:
         raise SpecError(
             "Recurrent layers are ranked after a transfer: run `attnzoo convert DIR --to CLASS "
             "--recurrent LAYERS` with all layers that may become recurrent, then `attnzoo recover "
-            "STUDENT --teacher DIR --recipe student --distil-steps 0`, and give the folder of "
+            "STUDENT --teacher DIR --config student_transfer`, and give the folder of "
             "its result by --from"
         )
     return from_
@@ -351,210 +252,87 @@ def _write_plan(made_plan: Any, out: Path, path: Path, rows: int) -> None:
     command = shlex.join(["attnzoo", "recover", argument_of(path), "--plan", str(out)])
     if made_plan.transfer_from is not None:
         command += f" --transfer-from {shlex.quote(made_plan.transfer_from)}"
-    if made_plan.calibrated:
-        command += f" --calibration-rows {rows}"  # it was measured with calibrated gates
     console.print(f"Next:   {command} ...", soft_wrap=True)
 
 
-@with_train_options
-def recover(
-    path: ModelArgument,
-    plan: Annotated[Path | None, typer.Option(help="plan from `attnzoo plan`")] = None,
-    teacher: Teacher = None,
-    transfer_steps: TransferSteps = 100,
-    transfer_target: TransferTarget = "output",
-    transfer_lr: TransferLR = None,
-    transfer_from: TransferFrom = None,
-    layers_at_once: LayersAtOnce = None,
-    calibration_rows: CalibrationRows = 0,
-    distil_steps: Annotated[int, typer.Option(help="steps of distillation from softmax")] = 100,
-    top_k: TopK = None,
-    distil_length: DistilLength = None,
-    distil_batch: DistilBatch = None,
-    distil_lr_scheduler_type: DistilSchedule = None,
-    distil_lr_scheduler_kwargs: DistilScheduleOptions = "{}",
-    rate_factor: RateFactor = None,
-    always_train: AlwaysTrain = False,
-    cross_entropy: CrossEntropy = 0.0,
-    hidden_states: HiddenStates = 0.0,
-    teacher_dtype: TeacherDtype = None,
-    offload_teacher: OffloadTeacher = False,
-    disable_dropout: DisableDropout = True,
-    train: Train = "lora",
-    *,
-    context: typer.Context,
-    options: TrainOptions,
-) -> None:
-    """Swap a model and recover its quality by attention transfer and distillation.
-
-    With --teacher, MODEL is a student of a stock class (`attnzoo convert --recurrent`).
-    """
-    from attnzoo.training import recover as recovery
-
-    if plan is None and teacher is None:
-        options = _with_recipe_attention(options)
-    spec, weights = _spec_of_recovery(options, plan, teacher)
-    schedule = parse_object(distil_lr_scheduler_kwargs, "--distil-lr-scheduler-kwargs")
-    given = {
-        "transfer_steps": transfer_steps,
-        "transfer_target": transfer_target,
-        "transfer_lr": transfer_lr,
-        "transfer_from": transfer_from,
-        "layers_at_once": layers_at_once,
-        "calibration_rows": calibration_rows,
-        "distil_steps": distil_steps,
-        "distil_length": distil_length,
-        "distil_batch": distil_batch,
-        "distil_lr_scheduler_type": distil_lr_scheduler_type,
-        "distil_lr_scheduler_kwargs": schedule,
-        "rate_factor": rate_factor,
-        "always_train": always_train,
-        "top_k": top_k,
-        "cross_entropy": cross_entropy,
-        "hidden_states": hidden_states,
-        "teacher_dtype": teacher_dtype,
-        **{"offload_teacher": offload_teacher, "disable_dropout": disable_dropout},
-        "train": train,
-        **options.config(),
-    }
-    config = _config("recover", given, options, context)
-    start = partial(recovery.recover, path, spec, weights=weights, teacher=teacher)
-    _run(start, config, _stages(config), options)
-
-
-def _stages(config: Any) -> dict[str, int]:
-    """Return the steps of each stage of a recovery."""
-    steps, distil_steps = config.transfer_steps, config.distil_steps
-    return {"softmax": distil_steps, "transfer": steps, "distil": distil_steps}
-
-
-def _spec_of_recovery(
-    options: TrainOptions, plan: Path | None, teacher: Path | None
-) -> tuple[Any, str | None]:
-    """Return the spec of a recovery and the weights it was planned for; none with a teacher."""
+def recover(context: typer.Context) -> None:
+    """Swap a model and recover its quality by attention transfer and distillation."""
+    given = _arguments("recover", context.args)
+    if given is None:
+        return
+    path, swap, args = given
     from attnzoo.training.plan import read_plan
+    from attnzoo.training.recover import recover as start
 
-    if [options.attention, plan, teacher].count(None) != 2:
+    if [swap.attention, swap.plan, swap.teacher].count(None) != 2:
         raise SpecError(
-            "recover takes either --attention (with --set, --layers) or --plan FILE, or --teacher "
-            "MODEL for a student of a stock class"
+            "recover takes either --attention (with --layers) or --plan FILE, or --teacher MODEL "
+            "for a student of a stock class"
         )
-    if teacher is not None:
-        if options.option or options.layers or options.else_:
-            raise SpecError("--set, --layers and --else need --attention; leave them out")
-        return None, None
-    return read_plan(plan) if plan else (options.spec(), None)
+    spec, weights, calibrate = swap.spec(), None, False
+    if swap.plan is not None:
+        spec, weights, calibrate = read_plan(Path(swap.plan))
+    teacher = None if swap.teacher is None else model_folder(swap.teacher)
+    options = {"teacher": teacher, "weights": weights, "calibrate": calibrate}
+    _run(partial(start, path, spec, swap.data_paths(), args, **options), args)
 
 
-def _with_recipe_attention(options: TrainOptions) -> TrainOptions:
-    """Return the options with the attention of the recipe, if it has one and none is given."""
-    from attnzoo.training.recipes import find_recipe
-
-    if options.recipe is None or options.attention is not None:
-        return options
-    return replace(options, attention=find_recipe(options.recipe).attention)
-
-
-def _config(
-    command: str, given: dict[str, Any], options: TrainOptions, context: typer.Context
-) -> Any:
-    """Return the config of a command; options of the command line change that of a recipe."""
-    from attnzoo.training.recipes import CONFIGS, recipe_config
-
-    if options.recipe is None:
-        return CONFIGS[command](**given)
-    changes = {}
-    for field, value in {**given, **vars(given["loop"])}.items():
-        source = context.get_parameter_source(OPTION_OF.get(field, field))
-        if source is not None and source.name == "COMMANDLINE":
-            changes[field] = value
-    return recipe_config(options.recipe, command, **changes)
-
-
-@with_train_options
-def finetune(
-    path: ModelArgument,
-    steps: Annotated[int, typer.Option(help="steps of training")] = 200,
-    compare: Annotated[
-        bool, typer.Option(help="also train the softmax model, as a baseline")
-    ] = True,
-    mlm_probability: Annotated[
-        float | None, typer.Option(help="fraction of an encoder's tokens to predict; default: 0.15")
-    ] = None,
-    train: Train = "full",
-    *,
-    context: typer.Context,
-    options: TrainOptions,
-) -> None:
+def finetune(context: typer.Context) -> None:
     """Fine-tune a model on text, swapped by --attention or already swapped."""
-    from attnzoo.hf.names import NAME
-    from attnzoo.hf.saving.files import read_config
-    from attnzoo.training.finetune import finetune as finetune_model
+    given = _arguments("finetune", context.args)
+    if given is None:
+        return
+    path, swap, args, model_args = given
+    from attnzoo.training.finetune import finetune as start
 
-    if read_field(read_config(path), NAME) is None:
-        options = _with_recipe_attention(options)
-    if options.attention is None and (options.option or options.layers or options.else_):
-        raise SpecError("--set, --layers and --else need --attention; give it, or leave them out")
-    spec = None if options.attention is None else options.spec()
-    given = {
-        "steps": steps,
-        "tune_softmax": compare,
-        "mlm_probability": mlm_probability,
-        "train": train,
-        **options.config(),
-    }
-    config = _config("finetune", given, options, context)
-    stages = {"softmax": config.steps, "finetune": config.steps}
-    _run(partial(finetune_model, path, spec), config, stages, options)
+    options = {"compare": swap.compare}
+    _run(partial(start, path, swap.spec(), swap.data_paths(), args, model_args, **options), args)
 
 
-def _run(start: Any, config: Any, stages: dict[str, int], options: TrainOptions) -> None:
-    """Run a training command, show its progress and print its results."""
-    from attnzoo.training.progress import TrainingProgress
+def _arguments(command: str, argv: list[str]) -> tuple[Any, ...] | None:
+    """Return the model's folder and the arguments of a command line; ``None`` after a help text."""
+    from attnzoo.commands.arguments import argument_classes, help_all, help_file, parse
 
-    out = options.out
-    progress = TrainingProgress(console, stages)
-    repo = _prepare_repo(options) if progress.main else None
+    if not argv or {"-h", "--help"} & {*argv}:
+        print(help_file(command), end="")
+        return None
+    if "--help-all" in argv:
+        print(help_all(command), end="")
+        return None
+    if argv[0].startswith("-"):
+        raise ConfigError(
+            f"The model comes first: attnzoo {command} MODEL {argv[0]} ...; see attnzoo {command} "
+            "--help"
+        )
+    path = model_folder(argv[0])
+    encoder = False
+    if command == "finetune":
+        from attnzoo.training.encoder import is_encoder
+
+        encoder = is_encoder(path)
+    return path, *parse(command, argv[1:], argument_classes(command, encoder=encoder))
+
+
+def _run(start: Any, args: Any) -> None:
+    """Run a training command and print its results."""
+    main = int(os.environ.get("RANK", "0")) == 0
+
+    def log(text: str) -> None:
+        if main:
+            console.print(text, soft_wrap=True, highlight=False)
+
     try:
-        with progress:
-            given = {"column": options.column, "resume": options.resume}
-            shown = {"log": progress.log, "on_step": progress.on_step}
-            results = start(options.data, out, config, **given, **shown)
+        results = start(log=log)
     except KeyboardInterrupt:
-        if progress.main:
-            problems.print(how_to_resume(out), soft_wrap=True, highlight=False)
+        if main:
+            problems.print(how_to_resume(Path(args.output_dir)), soft_wrap=True, highlight=False)
         raise SystemExit(INTERRUPTED) from None
-    if progress.main:
+    if main:
         print_results(results)
         load = "load it with from_pretrained"
         if "student" not in results:
             load += " after `import attnzoo`"
-        console.print(f"Model:  {out} ({load})", soft_wrap=True)
-    if repo is not None:
-        from attnzoo.training.publish import publish
-
-        console.print(f"Hub:    {publish(out, repo)}", soft_wrap=True)
-
-
-def _prepare_repo(options: TrainOptions) -> str | None:
-    """Return the repository of ``--push-to-hub``, which is created before anything is trained.
-
-    Raises:
-        ConfigError: An option of the repository is given without ``--push-to-hub``.
-        AttnzooError: The repository cannot be created.
-    """
-    if not options.push_to_hub:
-        for name in ("hub_model_id", "hub_private_repo"):
-            if getattr(options, name) is not None:
-                option = f"--{name.replace('_', '-')}"
-                raise ConfigError(f"{option} needs --push-to-hub; give both, or neither")
-        return None
-    from attnzoo.training.checkpoints import check_run_folder
-    from attnzoo.training.publish import prepare_repo
-
-    check_run_folder(options.out, resume=options.resume)
-    name = options.hub_model_id or options.out.resolve().name
-    return prepare_repo(name, private=options.hub_private_repo)
+        console.print(f"Model:  {args.output_dir} ({load})", soft_wrap=True)
 
 
 def print_results(results: dict[str, Any]) -> None:
@@ -572,11 +350,11 @@ def print_results(results: dict[str, Any]) -> None:
 
 def how_to_resume(out: Path) -> str:
     """Return what to do after an interruption: the command that resumes the run."""
-    from attnzoo.training.checkpoints import RUN
-
     given = sys.argv[1:]
-    if not (out / RUN).is_file():
-        return "Interrupted before the run started; nothing was written."
-    command = shlex.join(["attnzoo", *given, *([] if "--resume" in given else ["--resume"])])
+    if not any(out.glob("checkpoints/*/checkpoint-*")):
+        return "Interrupted before the first checkpoint; there is nothing to resume."
+    resume = ["--resume-from-checkpoint", "True"]
+    if "--resume-from-checkpoint" in given or "--resume_from_checkpoint" in given:
+        resume = []
     launcher = " with the same launcher" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
-    return f"Interrupted. Resume{launcher} with:\n{command}"
+    return f"Interrupted. Resume{launcher} with:\n{shlex.join(['attnzoo', *given, *resume])}"

@@ -97,4 +97,3 @@ class RecoveryArguments(TrainingArguments):
     save_steps: float = _option(0.25, "between checkpoints: steps or a fraction")
     save_total_limit: int | None = _option(2, "checkpoints that are kept")
     seed: int = _option(0, "random seed")
-    report_to: str | list[str] | None = _option("none", "tracker, such as tensorboard or wandb")

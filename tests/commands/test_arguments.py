@@ -1,0 +1,122 @@
+"""The command lines of recover and finetune, which are made from dataclasses."""
+
+import dataclasses
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import TrainingArguments
+
+from attnzoo.commands import arguments
+from attnzoo.commands.spec_options import spec_of
+from attnzoo.errors import ConfigError
+from attnzoo.training.arguments import RecoveryArguments
+
+RECIPES = sorted((Path(arguments.__file__).parents[1] / "training" / "recipes").glob("*.yaml"))
+OF_TRL = {  # fields of SFTConfig and ModelConfig
+    *("lora_r", "lora_alpha", "lora_target_modules", "dtype", "load_in_4bit"),
+    *("dataset_text_field", "max_length", "completion_only_loss"),
+}
+
+
+def parse(command, *argv):
+    classes = arguments.argument_classes(command)
+    return arguments.parse(command, ["--output-dir", "out", *map(str, argv)], classes)
+
+
+@pytest.mark.parametrize("command", arguments.GROUPS)
+def test_help_is_that_of_the_dataclasses_and_fits(command):
+    """`python -m attnzoo.commands.arguments` writes the files."""
+    text = arguments.help_file(command)
+    assert text == arguments.make_help(command)
+    lines = text.splitlines()
+    assert len(lines) <= 100
+    assert max(map(len, lines)) <= 80
+
+
+def test_help_imports_no_library():
+    code = (
+        "import sys\nfrom attnzoo.cli import main\nsys.argv = ['attnzoo', 'recover', '--help']\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "print([x for x in ('torch', 'transformers', 'trl') if x in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "--transfer-steps N" in done.stdout
+
+
+def test_every_own_option_is_in_the_help_and_they_are_few():
+    theirs = {field.name for field in dataclasses.fields(TrainingArguments)}
+    own = {field.name for field in dataclasses.fields(RecoveryArguments)} - theirs
+    own |= {field.name for field in dataclasses.fields(arguments.RecoverySwapArguments)}
+    shown = {name for names in arguments.GROUPS["recover"].values() for name in names}
+    assert own <= shown
+    assert len(own - OF_TRL) <= 25
+    assert own >= OF_TRL
+
+
+def test_both_spellings_and_repeated_lists():
+    swap, args = parse(
+        *("recover", "--data", "a.txt", "--data", "b.jsonl:0.3", "c", "--max_steps", 7),
+        *("--transfer-learning-rate", "3e-3", "--else", "flash", "--attention", "linear"),
+    )
+    assert swap.data == ["a.txt", "b.jsonl:0.3", "c"]
+    assert (args.max_steps, args.transfer_learning_rate, swap.else_) == (7, 3e-3, "flash")
+
+
+def test_a_file_gives_options_and_the_command_line_overrides_them(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("max_steps: 11\ntransfer-steps: 13\nlearning_rate: 2e-4\nlora_r: 5\n")
+    _, args = parse("recover", "--config", path, "--lora-r", 3)
+    assert (args.max_steps, args.transfer_steps, args.lora_r) == (11, 13, 3)
+    assert args.learning_rate == 2e-4  # YAML has it as text
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--max-stepz", 3], r"no option --max-stepz\. Did you mean '--max-steps'"),
+        (["--batch", 3], "is --per-device-train-batch-size now"),
+        (["--set=window=3"], "is part of --attention NAME:OPTION=VALUE"),
+        (["--max-steps", "x"], r"--max-steps: invalid int value: 'x'; see attnzoo recover --help"),
+        (["--transfer-target", "all"], r"--transfer-target: invalid choice: 'all'"),
+        (["model"], r"'model' belongs to no option; the model comes first"),
+        (["--config", "quik"], "Did you mean 'quick'"),
+        (["--output-dir", ""], "--output-dir is not given"),
+    ],
+)
+def test_invalid_command_lines(given, message):
+    with pytest.raises(ConfigError, match=message):
+        parse("recover", *given)
+
+
+def test_invalid_files(tmp_path):
+    path = tmp_path / "x.yaml"
+    for text, message in (
+        ("max_step: 3", r"'max_step', which .* Did you mean 'max_steps'"),
+        ("- 3", "must have fields"),
+        ("a: [", "no YAML file"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            parse("recover", "--config", path)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipes_and_the_commands_in_them(path):
+    text = path.read_text()
+    lines = [line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#")]
+    commands = re.findall(r"attnzoo [^\n]*", "\n".join(lines).replace("\\\n", " "))
+    command = "recover" if "transfer_steps" in text else "finetune"
+    swap, *_ = parse(command, "--config", path.stem, "--bf16", "False")
+    assert swap.attention is None or spec_of(swap.attention)
+    for line in commands:
+        _, name, *rest = shlex.split(line)
+        if name in arguments.GROUPS and "--config" in rest:
+            of = rest[rest.index("--config") + 1]
+            assert of in [x.stem for x in RECIPES]
+            if "--data" in rest:
+                parse(name, *rest[1:], "--bf16", "False")
