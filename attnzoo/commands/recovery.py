@@ -116,7 +116,7 @@ def plan(
     if out is None or dry_run:
         console.print("Nothing was written; give --out FILE to save the plan.")
         return
-    _write_plan(made_plan, out, path, rows)
+    _write_plan(made_plan, out, path)
 
 
 def _plan_rows(
@@ -240,15 +240,10 @@ def _print_plan(made_plan: Any) -> None:
     console.print(plan_table(made_plan))
 
 
-def _write_plan(made_plan: Any, out: Path, path: Path, rows: int) -> None:
-    """Write a plan and its charts, and print the next command."""
-    from attnzoo.training.plan_report import write_plan_page
-
+def _write_plan(made_plan: Any, out: Path, path: Path) -> None:
+    """Write a plan, and print the next command."""
     made_plan.write(out)
     console.print(f"Plan:   {out}", soft_wrap=True)
-    pages = ", ".join(map(str, write_plan_page(out.with_suffix(".html"), made_plan)))
-    if pages:
-        console.print(f"Charts: {pages}", soft_wrap=True)
     command = shlex.join(["attnzoo", "recover", argument_of(path), "--plan", str(out)])
     if made_plan.transfer_from is not None:
         command += f" --transfer-from {shlex.quote(made_plan.transfer_from)}"

@@ -90,7 +90,7 @@ class Transferred:
         if self.weights != weights:
             raise SpecError(
                 f"{self.folder!r} has other weights than the model; give a run of this model with "
-                "transfer only (--distil-steps 0, or --train extras)"
+                "transfer only (--max-steps 0, or --train extras)"
             )
 
 
@@ -120,13 +120,6 @@ class Plan:
     divergence_error: float | None = None
     transfer_from: str | None = None
 
-    @property
-    def calibrated(self) -> bool:
-        """Whether it has layers that were measured with calibrated gates."""
-        if self.transfer_from is not None:
-            return False
-        return any(can_calibrate(layer.backend) for layer in self.spec.layers.values())
-
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON data."""
         return {
@@ -147,8 +140,12 @@ class Plan:
         atomic_write(path, json.dumps(self.to_dict(), indent=2, allow_nan=False))
 
 
-def read_plan(path: Path) -> tuple[AttentionSpec, str | None]:
-    """Read a plan or a spec from JSON; return the spec and the fingerprint of its weights.
+def read_plan(path: Path) -> tuple[AttentionSpec, str | None, bool]:
+    """Read a plan or a spec from JSON.
+
+    Returns:
+        The spec, the fingerprint of the weights that it was made for, and whether its layers were
+        measured with calibrated gates.
 
     Raises:
         SpecError: The file does not exist, or is neither a plan nor a spec.
@@ -166,8 +163,13 @@ def read_plan(path: Path) -> tuple[AttentionSpec, str | None]:
             raise SpecError(
                 f"{str(path)!r} is not a plan: weights must be a text, got {short_repr(weights)}"
             )
-        return AttentionSpec.from_dict(data["spec"]), weights
-    return AttentionSpec.from_dict(data), None
+        spec = AttentionSpec.from_dict(data["spec"])
+        return spec, weights, data.get("transfer_from") is None and _is_calibrated(spec)
+    return AttentionSpec.from_dict(data), None, False
+
+
+def _is_calibrated(spec: AttentionSpec) -> bool:
+    return any(can_calibrate(layer.backend) for layer in spec.layers.values())
 
 
 def count_exact_layers(keep_softmax: float, count: int) -> int:

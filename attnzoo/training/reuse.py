@@ -44,7 +44,7 @@ def reuse_transfer(
     if weights_fingerprint(saved, shards.fetch) != weights:
         raise SpecError(
             f"{str(folder)!r} has other weights than the model, whose layers it was trained to "
-            "match; give a run of this model with transfer only (--distil-steps 0, or --train "
+            "match; give a run of this model with transfer only (--max-steps 0, or --train "
             "extras)"
         )
     known = swapped_layers(saved)
@@ -77,7 +77,7 @@ def read_transferred(folder: Path) -> Transferred:
     if spec.layers or spec.else_ is not None or set(trainable_layers(model)) != set(layers):
         raise SpecError(
             f"{str(folder)!r} does not have one attention with parameters in all layers; transfer "
-            "all layers first: attnzoo recover DIR --attention NAME --distil-steps 0"
+            "all layers first: attnzoo recover DIR --attention NAME --max-steps 0"
         )
     entry = spec.default
     return Transferred(
