@@ -40,7 +40,7 @@ class RecoveryArguments(TrainingArguments):
     )
     lora_r: int = _option(16, "rank of LoRA adapters")
     lora_alpha: int | None = _option(None, "scale of adapters, times r; default: 2 x r")
-    lora_target_modules: list[str] | None = _option(
+    lora_target_modules: list[str] | None = _option(  # noqa: RUF009  a field, as the others
         None, "linear layers with adapters by name, such as q_proj; default: all"
     )
     dtype: str = _option(
