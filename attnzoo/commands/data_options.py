@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
-
-from attnzoo.errors import ConfigError
 
 _DATA = typer.Option(
     help="text, .jsonl or .parquet file, folder of them or of a saved data set, or the id of a "
@@ -38,18 +35,3 @@ TargetLength = Annotated[
         "window of equal memory; default: --length"
     ),
 ]
-
-
-def token_count(text: str | None, option: str) -> int | None:
-    """Return the number in a text such as ``300M``, with units of 1000; ``None`` without a text.
-
-    Raises:
-        ConfigError: The text is not a number above 0.
-    """
-    if text is None:
-        return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmbt]?)", text.strip().lower())
-    count = round(float(found[1]) * 1000 ** " kmbt".index(found[2] or " ")) if found else 0
-    if count < 1:
-        raise ConfigError(f"{option} must be a number of tokens such as 300M or 2B, got {text!r}")
-    return count

@@ -16,7 +16,6 @@ from attnzoo.commands.data_options import (
     Length,
     MaxTokens,
     TargetLength,
-    token_count,
 )
 from attnzoo.commands.model_argument import ModelArgument, model_folder
 from attnzoo.commands.recovery import print_results
@@ -95,6 +94,7 @@ def evaluate(
     task_folder: TaskFolder = False,
 ) -> None:
     """Compare a swapped model with softmax and with its window alone, on text or on tasks."""
+    from attnzoo.training.arguments import token_count
     from attnzoo.training.evaluate_command import evaluate as evaluate_model
 
     options = {
@@ -111,7 +111,7 @@ def evaluate(
         column=column,
         row_length=length,
         rows=rows,
-        max_tokens=token_count(max_tokens, "--max-tokens"),
+        max_tokens=token_count(max_tokens),
         control=control,
         target_length=target_length,
         tasks=_harness_tasks(tasks, batch_size, options),

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from attnzoo.commands.data_options import Column, Data, MaxTokens, token_count
+from attnzoo.commands.data_options import Column, Data, MaxTokens
 from attnzoo.commands.model_argument import ModelArgument, argument_of, model_folder
 from attnzoo.commands.spec_options import spec_of
 from attnzoo.commands.terminal import console, problems
@@ -123,12 +123,12 @@ def _plan_rows(
     path: Path, data: list[Path], column: str, length: int, max_tokens: str | None, count: int
 ) -> Any:
     """Return rows of training text, each with a repeated segment in a document that takes one."""
-    from attnzoo.training.loading import load_rows
-    from attnzoo.training.train_config import TrainConfig
+    from attnzoo.training.data import RowOptions, load_rows
 
-    limit = token_count(max_tokens, "--max-tokens")
-    config = TrainConfig(row_length=length, repeat_share=1.0, max_tokens=limit)
-    return load_rows(path, data, column, config)[0].select(slice(count))
+    options = RowOptions(
+        dataset_text_field=column, max_length=length, repeat_share=1.0, max_tokens=max_tokens
+    )
+    return load_rows(path, data, options)[0].select(slice(count))
 
 
 def _has_recurrent_layers(to: str) -> bool:

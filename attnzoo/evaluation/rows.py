@@ -173,7 +173,7 @@ def pack_documents(
     total = len(tokens) // length
     if not total:
         raise ValueError(too_short(len(tokens), length))
-    in_row = torch.arange(length)
+    in_row = torch.arange(length, dtype=tokens.dtype)
     begins = torch.zeros(total * length, dtype=torch.bool)
     starts = torch.tensor([0, *map(len, documents)]).cumsum(0)
     begins[starts[starts < len(begins)]] = True

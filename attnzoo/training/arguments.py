@@ -7,10 +7,13 @@ option, its name and its text exist once.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import TrainingArguments
+
+from attnzoo.errors import ConfigError
 
 TEACHER_DTYPES = ("float32", "bfloat16", "float16", "nf4")
 
@@ -97,3 +100,18 @@ class RecoveryArguments(TrainingArguments):
     save_steps: float = _option(0.25, "between checkpoints: steps or a fraction")
     save_total_limit: int | None = _option(2, "checkpoints that are kept")
     seed: int = _option(0, "random seed")
+
+
+def token_count(text: int | str | None) -> int | None:
+    """Return the number in a text such as ``300M``, with units of 1000; ``None`` without a text.
+
+    Raises:
+        ConfigError: The text is not a number above 0.
+    """
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmbt]?)", str(text).strip().lower())
+    count = round(float(found[1]) * 1000 ** " kmbt".index(found[2] or " ")) if found else 0
+    if count < 1:
+        raise ConfigError(f"max_tokens must be a number of tokens such as 300M or 2B, got {text!r}")
+    return count

@@ -1,52 +1,254 @@
-"""Documents as packed rows of tokens.
+"""Text, prompts with completions and conversations as packed rows of tokens.
 
-Rows are files that are mapped into memory, in the cache of ``datasets``: all processes and later
-runs share them, and a process holds the rows only that it reads. Other letters: N rows, T tokens
-per row.
+``datasets`` reads, tokenizes and caches documents; TRL renders and packs examples.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from glob import escape
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from filelock import FileLock
 
+from attnzoo.errors import AttnzooError, SpecError
 from attnzoo.evaluation.corpus import MIN_REPEAT_LENGTH, add_repeats
-from attnzoo.evaluation.rows import Rows
+from attnzoo.evaluation.data import load_tokenizer
+from attnzoo.evaluation.rows import IGNORE_INDEX, Rows, pack_documents
+from attnzoo.hf.configs import read_field
+from attnzoo.hf.saving.files import read_config
 from attnzoo.optional_packages import OptionalPackage
-from attnzoo.training.documents import DataError, progress_bars
+from attnzoo.training.arguments import token_count
 
 if TYPE_CHECKING:
     import datasets
+    import trl
 else:
     datasets = OptionalPackage("datasets", extra="train")
+    trl = OptionalPackage("trl", extra="train")
+
+HELD_OUT = 20  # one document in 20 is held out
+WEIGHT = re.compile(r"(?P<path>.+):(?P<weight>\d+(\.\d+)?|\.\d+)")  # path:0.7
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")  # owner/name, or owner/name:config
+READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # others are plain text
+EXAMPLES = "'prompt' and 'completion', strings or lists of messages, or 'messages'"
 
 
-FORMAT = 2  # of the files of rows
-DOCUMENTS_AT_ONCE = 1000
-ROWS_AT_ONCE = 4096
-# Documents from which on a tokenizer in Python runs in several processes (fast ones have threads),
-# and shows its progress
-MANY_DOCUMENTS = 4000
-COLUMNS = ("input_ids", "bytes")  # of tokenized documents
+class DataError(AttnzooError):
+    """The text cannot be read or used for training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowOptions:
+    """What rows are made of: the fields of ``RecoveryArguments`` that :func:`load_rows` reads."""
+
+    dataset_text_field: str = "text"
+    max_tokens: int | str | None = None
+    max_length: int = 512
+    completion_only_loss: bool = False
+    repeat_share: float | None = 0.0
+    repeats_per_row: int = 1
+    seed: int = 0
+
+
+def load_rows(path: Path, data: Sequence[Path | str], args: Any) -> tuple[Rows, Rows]:
+    """Return packed training rows and held-out rows in a model's tokens.
+
+    Args:
+        path: Folder of the model.
+        data: As in :func:`load_documents`.
+        args: :class:`RowOptions`, or arguments with these fields.
+
+    Raises:
+        DataError: The data cannot be read, have no completions, or are shorter than a row.
+    """
+    vocab_size = read_field(read_config(path).get_text_config(), "vocab_size")
+    if vocab_size is None:
+        raise SpecError(f"{str(path)!r} holds no model of text; give a language model")
+    tokenizer = load_tokenizer(path)
+    make = pack_examples if args.completion_only_loss else pack
+    halves = split_documents(load_documents(data, args, tokenizer))
+    train, held_out = (make(part, tokenizer, args.max_length) for part in halves)
+    for rows in (train, held_out):
+        check_vocabulary(int(rows.tokens.max()), vocab_size)
+    if args.completion_only_loss:
+        return train, held_out
+    share = 0.25 if args.repeat_share is None else args.repeat_share
+    return with_repeats(train, share, args.seed, per_row=args.repeats_per_row), held_out
+
+
+def load_documents(data: Sequence[Path | str], args: Any, tokenizer: Any) -> datasets.Dataset:
+    """Return documents with the columns ``text`` and ``digest``, its SHA-256.
+
+    Args:
+        data: Text, JSON and parquet files, folders of them or of ``save_to_disk``, and data sets
+            of the Hub, ``"owner/name"`` or ``"owner/name:config"``, of which the split ``train``
+            is read. With weights, ``"a.jsonl:0.7"``, each next document comes from a source with a
+            probability proportional to its weight, until one has no more.
+        args: As in :func:`load_rows`. With ``completion_only_loss``, ``text`` is an example as
+            JSON. Reading stops after ``max_tokens``, and data sets of the Hub are streamed.
+        tokenizer: Counts the tokens.
+
+    Raises:
+        DataError: A path is missing or cannot be read, or there is no text.
+    """
+    weights = dict(map(_split_weight, data))
+    mixture, limit = _mixture(weights), token_count(args.max_tokens)
+    column = None if args.completion_only_loss else args.dataset_text_field
+    sources: list[dict[str, Any]] = [
+        {"name": name, "column": column, "streaming": limit is not None} for name in weights
+    ]
+
+    def read() -> Iterator[dict[str, Any]]:
+        count, row = 0, None
+        rows: Any = chain.from_iterable(_texts(**source) for source in sources)
+        if mixture:
+            stream = datasets.IterableDataset.from_generator
+            streams = [stream(_texts, gen_kwargs=source) for source in sources]
+            rows = datasets.interleave_datasets(streams, **mixture)
+        for row in rows:
+            yield {**row, "digest": hashlib.sha256(row["text"].encode()).digest()}
+            if limit is not None:
+                count += len(_ids(tokenizer, row["text"]))
+                if count >= limit:
+                    return
+        if row is None:
+            raise DataError(f"There is no text in {', '.join(weights)}; give other data")
+
+    versions = [_version(Path(name)) for name in weights]
+    counted = None if limit is None else (limit, type(tokenizer), sorted(tokenizer.get_vocab()))
+    key = hashlib.sha256(repr((versions, mixture, column, counted)).encode()).hexdigest()
+    types = {"text": datasets.Value("large_string"), "digest": datasets.Value("binary")}
+    try:
+        return datasets.Dataset.from_generator(
+            read, features=datasets.Features(types), fingerprint=key[:16]
+        )
+    except datasets.exceptions.DatasetGenerationError as error:
+        cause = error.__cause__
+        raise (cause if isinstance(cause, AttnzooError) else DataError(str(error))) from cause
+
+
+def _split_weight(path: Path | str) -> tuple[str, float | None]:
+    """Return a path and its weight; an existing path that looks like one has no weight."""
+    found = None if Path(path).exists() else WEIGHT.fullmatch(str(path))
+    return (str(path), None) if found is None else (found["path"], float(found["weight"]))
+
+
+def _mixture(weights: dict[str, float | None]) -> dict[str, Any]:
+    """Return the arguments of ``interleave_datasets``; none without weights."""
+    values = [weight for weight in weights.values() if weight]
+    if not any(weight is not None for weight in weights.values()):
+        return {}
+    if not len(weights) == len(values) > 1:
+        raise DataError(
+            "A mixture needs two sources or more, each with a weight above 0, such as --data "
+            f"a.jsonl:0.7 b.jsonl:0.3, got {weights}"
+        )
+    shares = [value / sum(values) for value in values]
+    return {"probabilities": shares, "seed": 0, "stopping_strategy": "first_exhausted"}
+
+
+def _is_hub_id(path: Path) -> bool:
+    is_file = path.exists() or path.suffix.lower() in (*READERS, ".txt")
+    return not is_file and HUB_ID.fullmatch(str(path)) is not None
+
+
+def _version(path: Path) -> Any:
+    """Return what changes if the documents of a path change."""
+    if _is_hub_id(path):
+        return str(path), _load(datasets.load_dataset_builder, path).hash
+    found = [path] if path.is_file() else sorted(x for x in path.rglob("*") if x.is_file())
+    return [(str(x), x.stat().st_size, x.stat().st_mtime_ns) for x in found]
+
+
+def _load(load: Any, path: Path, **options: Any) -> Any:
+    """Return a data set of the Hub, or its builder."""
+    name, _, config = str(path).partition(":")
+    try:
+        return load(name, config or None, **options)
+    except (datasets.exceptions.DatasetNotFoundError, OSError, ValueError) as error:
+        raise DataError(
+            f"There is no file or folder {name!r}, and no such data set of the Hub: {error}"
+        ) from error
+
+
+def _sources(path: Path, streaming: bool) -> Iterator[Any]:
+    """Yield the data sets of a path: one, or one for each file of a folder."""
+    if _is_hub_id(path):
+        yield _load(datasets.load_dataset, path, split="train", streaming=streaming)
+    elif (path / "dataset_dict.json").is_file():
+        yield datasets.load_from_disk(str(path / "train"))
+    elif (path / "state.json").is_file():
+        yield datasets.load_from_disk(str(path))
+    elif path.is_dir():
+        for file in sorted(x for x in path.rglob("*") if x.is_file()):
+            parts = file.relative_to(path).parts
+            if not any(part.startswith((".", "__pycache__")) for part in parts):
+                yield from _sources(file, streaming)
+    elif not path.is_file() or "::" in str(path):  # to datasets, a chain of URLs
+        raise DataError(
+            f"There is no file or folder {str(path)!r}, or its name has '::'; give another"
+        )
+    else:
+        kind = READERS.get(path.suffix.lower(), "text")
+        options = {"sample_by": "document"} if kind == "text" else {}
+        read = getattr(datasets.IterableDataset, f"from_{kind}")
+        yield read(escape(str(path)), split="train", **options)
+
+
+def _texts(name: str, column: str | None, streaming: bool) -> Iterator[dict[str, str]]:
+    """Yield the texts of a path that are not blank."""
+    try:
+        for row in chain.from_iterable(_sources(Path(name), streaming)):
+            text = _example_of(row) if column is None else row.get(column)
+            if not isinstance(text, str):
+                what = EXAMPLES if column is None else f"a text in field {column!r}"
+                raise DataError(
+                    f"A row of {name!r} lacks {what}; its fields: {', '.join(row)} "
+                    "(--dataset-text-field names that of the text)"
+                )
+            if text.strip():
+                yield {"text": text}
+    except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
+        if isinstance(error, AttnzooError):
+            raise
+        raise DataError(f"{name!r} cannot be read: {error}") from error
+
+
+def _example_of(row: dict[str, Any]) -> str | None:
+    """Return the example in a row as JSON; ``None`` if it has none."""
+    names = ("messages",) if row.get("messages") else ("prompt", "completion")
+    kinds = {type(row.get(name)) for name in names}
+    if kinds != {list} and (kinds != {str} or len(names) == 1):
+        return None
+    return json.dumps({x: row[x] for x in names}, sort_keys=True, ensure_ascii=False)
+
+
+def split_documents(documents: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset]:
+    """Return training and held-out documents: one in 20 by hash, or a single one's last tenth.
+
+    Equal documents are on the same side.
+    """
+    digests = list(documents["digest"])
+    if min(digests) == max(digests):
+        text = documents[0]["text"]
+        cut = len(text) * 9 // 10
+        first, last = (datasets.Dataset.from_dict({"text": [x]}) for x in (text[:cut], text[cut:]))
+        return first, last
+    least = sorted(digests)[max(1, len(digests) // HELD_OUT) - 1]
+    held_out = np.array([digest <= least for digest in digests])
+    return documents.select(np.flatnonzero(~held_out)), documents.select(np.flatnonzero(held_out))
 
 
 def check_vocabulary(token: int, vocab_size: int) -> None:
-    """Raise an error if a text's largest token is not in the model's vocabulary.
-
-    Raises:
-        DataError: The tokenizer does not match the model.
-    """
+    """Raise an error if a text's largest token is not in the model's vocabulary."""
     if token >= vocab_size:
         raise DataError(
             f"The tokenizer returns token {token}, but the model's vocabulary has {vocab_size} "
@@ -54,164 +256,42 @@ def check_vocabulary(token: int, vocab_size: int) -> None:
         )
 
 
-def tokenizer_key(tokenizer: Any) -> str:
-    """Return a text that is equal for tokenizers which return equal tokens."""
-    fast = getattr(tokenizer, "is_fast", False)
-    own = tokenizer.backend_tokenizer.to_str() if fast else sorted(tokenizer.get_vocab().items())
-    return repr((type(tokenizer).__qualname__, own))
+def _ids(tokenizer: Any, text: Any) -> Any:
+    """Return the tokens of a text, or of each of several."""
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def token_features() -> datasets.Features:
-    """Return the types of :data:`COLUMNS`."""
-    types = (datasets.List(datasets.Value("int32")), datasets.Value("int64"))
-    return datasets.Features(zip(COLUMNS, types, strict=True))
+def _tokenize(block: dict[str, list[Any]], tokenizer: Any) -> dict[str, list[Any]]:
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ids = [np.array(x + end, np.int32) for x in _ids(tokenizer, block["text"])]
+    return {"input_ids": ids, "bytes": [len(text.encode()) for text in block["text"]]}
 
 
-def tokens_of(texts: list[str], tokenizer: Any) -> dict[str, Any]:
-    """Return the columns :data:`COLUMNS` of documents."""
-    return {
-        "input_ids": tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"],
-        "bytes": [len(text.encode()) for text in texts],
-    }
-
-
-def tokenize(documents: datasets.Dataset, tokenizer: Any) -> datasets.Dataset:
-    """Return the tokens of each document, ``input_ids``, and its ``bytes`` of text."""
-    if set(COLUMNS) <= set(documents.column_names):  # tokenized when they were read
-        return documents.select_columns(list(COLUMNS))
-    fast = getattr(tokenizer, "is_fast", False)
-    key = repr((documents._fingerprint, tokenizer_key(tokenizer), FORMAT))
-
-    many = len(documents) >= MANY_DOCUMENTS
-    with progress_bars(many):
-        return documents.map(
-            partial(tokens_of, tokenizer=tokenizer),
-            input_columns="text",
-            batched=True,
-            batch_size=DOCUMENTS_AT_ONCE,
-            remove_columns=documents.column_names,
-            features=token_features(),
-            num_proc=os.cpu_count() if many and not fast else None,
-            new_fingerprint=hashlib.sha256(key.encode()).hexdigest()[:16],
-            desc="tokenizing",
-        )
-
-
-def pack(
-    documents: datasets.Dataset | Sequence[str],
-    tokenizer: Any,
-    *,
-    row_length: int,
-    vocab_size: int,
-) -> Rows:
-    """Tokenize documents and concatenate them into rows of one length, in the cache.
+def pack(documents: datasets.Dataset, tokenizer: Any, length: int) -> Rows:
+    """Return documents as tokens, one after the other, in rows of one length.
 
     Each document ends with the tokenizer's end token, if it has one. An incomplete last row is
     dropped.
 
     Raises:
-        DataError: The text is shorter than a row, or the tokenizer does not match the model.
+        DataError: The text is shorter than a row.
     """
-    if not isinstance(documents, datasets.Dataset):
-        documents = datasets.Dataset.from_dict({"text": list(documents)})
-    tokenized = tokenize(documents, tokenizer)
-    write = partial(_write_rows, tokenized, tokenizer.eos_token_id, row_length)
-    key = (tokenized._fingerprint, tokenizer.eos_token_id, row_length)
-    rows, found = _stored(key, write)
-    check_vocabulary(found["largest"], vocab_size)
-    return rows
-
-
-def _stored(key: tuple[Any, ...], write: Callable[[Path], dict[str, Any]]) -> tuple[Rows, Any]:
-    """Return rows of the cache and what is known of them; ``write`` makes them once.
-
-    Args:
-        key: Names the rows.
-        write: Writes ``tokens.npy``, ``positions.npy`` and, if rows do not begin with documents,
-            ``starts.npy`` to a folder, and returns ``bytes_per_token`` and what else is known.
-    """
-    name = hashlib.sha256(repr((FORMAT, *key)).encode()).hexdigest()[:32]
-    cache = Path(datasets.config.HF_DATASETS_CACHE) / "attnzoo"
-    cache.mkdir(parents=True, exist_ok=True)
-    folder = cache / name
-    with FileLock(cache / f"{name}.lock"):
-        if not folder.exists():
-            with tempfile.TemporaryDirectory(dir=cache, ignore_cleanup_errors=True) as temporary:
-                found = write(Path(temporary))
-                Path(temporary, "rows.json").write_text(json.dumps(found), "utf-8")
-                os.rename(temporary, folder)
-    found = json.loads((folder / "rows.json").read_text("utf-8"))
-    tokens, positions = (
-        torch.from_numpy(np.load(folder / f"{x}.npy", mmap_mode="c"))
-        for x in ("tokens", "positions")
-    )
-    starts = folder / "starts.npy"
-    rows = Rows(
-        tokens=tokens,
-        positions=positions,
-        bytes_per_token=found["bytes_per_token"],
-        starts=torch.from_numpy(np.load(starts)) if starts.exists() else None,
-    )
-    return rows, found
-
-
-def _write_rows(
-    documents: datasets.Dataset, end: int | None, row_length: int, folder: Path
-) -> dict[str, Any]:
-    """Write the rows of tokenized documents to a folder."""
-    ends = 0 if end is None else 1
-    blocks = documents.with_format("arrow")
-    sizes = [_count(x["input_ids"].combine_chunks()) for x in _batches(blocks)]
-    count = sum(sizes) + ends * len(documents)
-    shape = (count // row_length, row_length)
-    if not shape[0]:
-        raise DataError(
-            f"The text has {count} tokens, but a row needs {row_length}; give more text or shorter "
-            "rows"
-        )
-    tokens, positions = (
-        np.lib.format.open_memmap(folder / f"{x}.npy", "w+", np.int32, shape)
-        for x in ("tokens", "positions")
-    )
-    at = text_bytes = largest = 0
-    starts = []
-    for block in _batches(blocks):
-        ids, in_document = _concatenate(block["input_ids"].combine_chunks(), end)
-        stop = min(at + len(ids), tokens.size)
-        starts.append(at + np.flatnonzero(in_document[: stop - at] == 0))
-        tokens.reshape(-1)[at:stop] = ids[: stop - at]
-        positions.reshape(-1)[at:stop] = in_document[: stop - at]
-        at, largest = stop, max(largest, int(ids.max(initial=0)))
-        text_bytes += int(block["bytes"].to_numpy().sum())
-    np.save(folder / "starts.npy", np.concatenate(starts))
-    in_row = np.arange(row_length, dtype=np.int32)
-    for first in range(0, len(positions), ROWS_AT_ONCE):
-        rows = positions[first : first + ROWS_AT_ONCE]
-        # positions of a document that continues in the next row restart at 0 there
-        rows[:] = in_row - np.maximum.accumulate(np.where(rows == 0, in_row, 0), 1)
-    return {"bytes_per_token": text_bytes / sum(sizes), "largest": largest}
-
-
-def _batches(documents: datasets.Dataset) -> Any:
-    return documents.iter(DOCUMENTS_AT_ONCE)
-
-
-def _count(documents: Any) -> int:
-    """Return the tokens of documents, which may be a part of a larger array."""
-    offsets = documents.offsets
-    return int(offsets[-1].as_py() - offsets[0].as_py())
-
-
-def _concatenate(documents: Any, end: int | None) -> tuple[Any, Any]:
-    """Return the tokens of documents in one row, and their positions in their document."""
-    offsets = documents.offsets.to_numpy()
-    ids = documents.values.to_numpy()[offsets[0] : offsets[-1]]
-    lengths = np.diff(offsets)
-    if end is not None:
-        ids = np.insert(ids, offsets[1:] - offsets[0], end)
-        lengths = lengths + 1
-    starts = np.cumsum(lengths) - lengths
-    return ids, np.arange(len(ids)) - np.repeat(starts, lengths)
+    found = documents.map(
+        _tokenize,
+        batched=True,
+        remove_columns=documents.column_names,
+        fn_kwargs={"tokenizer": tokenizer},
+    ).with_format("numpy")
+    ids = [torch.from_numpy(x).int() for block in found.iter(1000) for x in block["input_ids"]]
+    sizes = np.array([len(x) for x in ids])
+    ends = 0 if tokenizer.eos_token_id is None else len(sizes)
+    try:
+        size = sum(found["bytes"]) / max(sizes.sum() - ends, 1)
+        rows = pack_documents(ids, sizes.sum(), length, float(size))
+    except ValueError as error:
+        raise DataError(str(error)) from None
+    starts = sizes.cumsum() - sizes
+    return replace(rows, starts=torch.from_numpy(starts[starts < rows.tokens.numel()]))
 
 
 def with_repeats(rows: Rows, share: float, seed: int = 0, *, per_row: int = 1) -> Rows:
@@ -228,23 +308,77 @@ def with_repeats(rows: Rows, share: float, seed: int = 0, *, per_row: int = 1) -
     """
     if share <= 0 or rows.length < MIN_REPEAT_LENGTH:
         return rows
+    written = replace(rows, tokens=rows.tokens.clone(), starts=None)
+    generator = torch.Generator().manual_seed(seed)
+    repeats = add_repeats(written, generator, share=share)
+    changed = [i for i, repeat in enumerate(repeats) if repeat is not None]
+    for _ in range(per_row - 1):
+        for i in changed:
+            add_repeats(written.select(slice(i, i + 1)), generator)
+    return written
 
-    def write(folder: Path) -> dict[str, Any]:
-        tokens, positions = (
-            torch.from_numpy(
-                np.lib.format.open_memmap(folder / f"{name}.npy", "w+", x.dtype, x.shape)
-            )
-            for name, x in (("tokens", rows.tokens.numpy()), ("positions", rows.positions.numpy()))
+
+def pack_examples(examples: datasets.Dataset, tokenizer: Any, length: int) -> Rows:
+    """Return examples in rows of one length, without cutting any in two, as TRL packs them.
+
+    A longer example keeps its first ``length`` tokens. Padding ends a row as a document of its
+    own, without labels.
+
+    Raises:
+        DataError: No completion is left, or there is no chat template that marks it.
+    """
+    if "digest" not in examples.column_names:  # a part of a single one
+        raise DataError("One example cannot be both trained on and held out; give more")
+    found = [tokenize_example(json.loads(text), tokenizer) for text in examples["text"]]
+    # the first token of an example has no loss, and rows cut what is beyond their end
+    kept = [x for x in found if any(y != IGNORE_INDEX for y in x["labels"][1:length])]
+    if not kept:
+        raise DataError(
+            f"No example has a completion to train on within {length} tokens: make rows longer "
+            "(--max-length), or give examples in which the assistant answers"
         )
-        tokens.copy_(rows.tokens)
-        positions.copy_(rows.positions)
-        written = replace(rows, tokens=tokens, positions=positions)
-        generator = torch.Generator().manual_seed(seed)
-        repeats = add_repeats(written, generator, share=share)
-        changed = [i for i, repeat in enumerate(repeats) if repeat is not None]
-        for _ in range(per_row - 1):
-            for i in changed:
-                add_repeats(written.select(slice(i, i + 1)), generator)
-        return {"bytes_per_token": rows.bytes_per_token}
+    packed = trl.pack_dataset(datasets.Dataset.from_list(kept), length, "bfd", {"batch_size": None})
+    tokens = torch.full((len(packed), length), tokenizer.pad_token_id or 0)
+    labels, positions = torch.full_like(tokens, IGNORE_INDEX), torch.zeros_like(tokens)
+    ends = torch.tensor([sum(row["seq_lengths"]) for row in packed])
+    for i, row in enumerate(packed):
+        tokens[i, : ends[i]] = torch.tensor(row["input_ids"])
+        labels[i, : ends[i]] = torch.tensor(row["labels"])
+        sizes = [*row["seq_lengths"], length - int(ends[i])]
+        positions[i] = torch.cat([torch.arange(size) for size in sizes])
+    trained = labels[labels != IGNORE_INDEX]
+    size = len(tokenizer.decode(trained, skip_special_tokens=True).encode()) / len(trained)
+    return Rows(tokens=tokens, positions=positions, labels=labels, ends=ends, bytes_per_token=size)
 
-    return _stored((rows.fingerprint, share, seed, per_row, "within documents"), write)[0]
+
+def tokenize_example(example: dict[str, Any], tokenizer: Any) -> dict[str, list[int]]:
+    """Return the tokens of an example, with labels for those of its completions.
+
+    Raises:
+        DataError: The example has messages, and the tokenizer no chat template that marks those of
+            the assistant.
+    """
+    messages, chat = example.get("messages"), not isinstance(example.get("prompt"), str)
+    if chat and getattr(tokenizer, "chat_template", None) is None:
+        raise DataError("The data have messages, but the model's tokenizer has no chat template")
+    if messages is not None:
+        try:
+            template = trl.get_training_chat_template(tokenizer)
+        except ValueError as error:
+            raise DataError(
+                "The chat template has no {% generation %} around the assistant's messages, and "
+                "TRL has none for it; add it, or give 'prompt' and 'completion'"
+            ) from error
+        options = {"return_dict": True, "return_assistant_tokens_mask": True}
+        found = tokenizer.apply_chat_template(messages, chat_template=template, **options)
+        ids, mask = found["input_ids"], found["assistant_masks"]
+    else:
+        end = "" if chat else tokenizer.eos_token or ""
+        rendered = trl.maybe_apply_chat_template(example, tokenizer)
+        text = rendered["prompt"] + rendered["completion"]
+        ids = _ids(tokenizer, text if text.endswith(end) else text + end)
+        # a token that merges the end of the prompt with the completion is predicted too
+        first = trl.data_utils.common_prefix_length(_ids(tokenizer, rendered["prompt"]), ids)
+        mask = [i >= first for i in range(len(ids))]
+    labels = [x if kept else IGNORE_INDEX for x, kept in zip(ids, mask, strict=True)]
+    return {"input_ids": list(ids), "labels": labels}

@@ -16,8 +16,7 @@ from attnzoo.evaluation.margins import mean_of, paired
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.saving.files import model_class, read_config
 from attnzoo.hf.swap.convert import original_attention
-from attnzoo.training.data import check_vocabulary
-from attnzoo.training.documents import DataError
+from attnzoo.training.data import DataError, check_vocabulary
 from attnzoo.training.loading import load_model, split_rows
 from attnzoo.training.runs import Run
 

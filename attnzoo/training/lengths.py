@@ -16,7 +16,7 @@ from attnzoo.evaluation.equal_memory import EqualWindow, equal_window
 from attnzoo.evaluation.models import max_positions
 from attnzoo.evaluation.rows import Rows
 from attnzoo.spec import AttentionSpec
-from attnzoo.training.documents import DataError
+from attnzoo.training.data import DataError
 from attnzoo.training.eval_rows import rows_to_eval_batch
 from attnzoo.training.quality import Quality, as_dicts
 from attnzoo.training.verdict import compare

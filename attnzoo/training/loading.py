@@ -23,56 +23,47 @@ from attnzoo.hf.pretrained import build_model, load_pretrained
 from attnzoo.hf.saving.files import read_config
 from attnzoo.hf.swap.backends import extras_are_new
 from attnzoo.spec import AttentionSpec
-from attnzoo.training.completions import example_of, pack_completions
-from attnzoo.training.data import pack, with_repeats
-from attnzoo.training.documents import DataError, Extract, read_documents, split_documents
+from attnzoo.training import data as data_module
+from attnzoo.training.data import RowOptions, load_documents, split_documents
 from attnzoo.training.four_bits import config_of_4_bits
-from attnzoo.training.streaming import stream_documents
 from attnzoo.training.train_config import TrainConfig
 
 R = TypeVar("R")
 
 
+def _row_options(column: str, config: TrainConfig) -> RowOptions:
+    return RowOptions(
+        dataset_text_field=column,
+        max_tokens=config.max_tokens,
+        max_length=config.row_length,
+        completion_only_loss=config.train_on == "completions",
+        repeat_share=config.repeat_share,
+        repeats_per_row=config.repeats_per_row,
+        seed=config.loop.seed,
+    )
+
+
 def split_rows(
-    path: Path,
-    data: list[Path],
-    column: str,
-    config: TrainConfig,
-    make: Callable[..., R],
-    extract: Extract | None = None,
+    path: Path, data: list[Path], column: str, config: TrainConfig, make: Callable[..., R]
 ) -> tuple[R, R]:
     """Return training rows and held-out rows, each made of documents by ``make``."""
-    if config.train == "lora":
-        require_peft()  # before a run measures for minutes
     vocab_size = read_field(read_config(path).get_text_config(), "vocab_size")
     if vocab_size is None:
         raise SpecError(f"{str(path)!r} holds no model of text; give a language model")
     tokenizer = load_tokenizer(path)
-    if config.max_tokens is None:
-        documents = read_documents(data, column, extract)
-    else:
-        documents = stream_documents(data, column, tokenizer, config.max_tokens)
-    if extract is not None and len(documents) < 2:
-        raise DataError("One example cannot be both trained on and held out; give more")
+    documents = load_documents(data, _row_options(column, config), tokenizer)
+    options = {"row_length": config.row_length, "vocab_size": vocab_size}
     train, held_out = (
-        make(
-            texts if make is pack else texts["text"],
-            tokenizer,
-            row_length=config.row_length,
-            vocab_size=vocab_size,
-        )
-        for texts in split_documents(documents)
+        make(texts["text"], tokenizer, **options) for texts in split_documents(documents)
     )
     return train, held_out
 
 
 def load_rows(path: Path, data: list[Path], column: str, config: TrainConfig) -> tuple[Rows, Rows]:
     """Return packed training rows and held-out rows in a model's tokens."""
-    if config.train_on == "completions":
-        return split_rows(path, data, column, config, pack_completions, example_of)
-    train, held_out = split_rows(path, data, column, config, pack)
-    share, per_row = config.repeat_share or 0.0, config.repeats_per_row
-    return with_repeats(train, share, config.loop.seed, per_row=per_row), held_out
+    if config.train == "lora":
+        require_peft()  # before a run measures for minutes
+    return data_module.load_rows(path, data, _row_options(column, config))
 
 
 def load_causal(path: Path, spec: AttentionSpec | None, **options: Any) -> PreTrainedModel:

@@ -12,7 +12,7 @@ import attnzoo
 from attnzoo.evaluation.models import embedded_name
 from attnzoo.hf.names import NAME
 from attnzoo.hf.saving.card import hub_id, kept_metadata, loading_section
-from attnzoo.training.documents import HUB_ID
+from attnzoo.training.data import HUB_ID
 
 AUTO_CLASSES = {
     "text-generation": "AutoModelForCausalLM",

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 import attnzoo
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.models import embedded_model_path
-from attnzoo.training.documents import DataError, read_documents, split_documents
+from attnzoo.training.data import DataError, RowOptions, load_documents, split_documents
 from attnzoo.training.encoder import (
     EmbeddingSimilarity,
     Texts,
@@ -97,7 +97,7 @@ def test_texts_of_a_command_are_as_alone(encoder, lines, attnzoo_command, tmp_pa
     )
     found = json.loads((out / "recovery.json").read_text())["lines"]["raw swap"]["cosine"]
     tokenizer = hf.AutoTokenizer.from_pretrained(encoder)
-    held_out = [*split_documents(read_documents([lines]))[1]["text"]]
+    held_out = [*split_documents(load_documents([lines], RowOptions(), None))[1]["text"]]
     parts = {"truncation": True, "max_length": 32, "return_overflowing_tokens": True}
     means = []
     for spec in (None, attnzoo.AttentionSpec("linear", **swap)):

@@ -2,6 +2,7 @@
 
 import itertools
 
+import datasets
 import torch
 
 from attnzoo.evaluation.quality import measure_quality
@@ -15,9 +16,6 @@ class Words:
 
     eos_token_id = 1
 
-    def get_vocab(self):
-        return {"numbers": 0}
-
     def __call__(self, texts, **_):
         return {"input_ids": [[int(x) for x in text.split()] for text in texts]}
 
@@ -25,7 +23,7 @@ class Words:
 def documents(*lengths):
     """Documents whose tokens are 1000 times the document's number plus the position."""
     texts = [" ".join(str(1000 * (n + 1) + i) for i in range(x)) for n, x in enumerate(lengths)]
-    return pack(texts, Words(), row_length=32, vocab_size=100_000)
+    return pack(datasets.Dataset.from_dict({"text": texts}), Words(), 32)
 
 
 def test_rows_begin_with_documents():

@@ -16,7 +16,7 @@ import attnzoo
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.training import best_state, runs
 from attnzoo.training.checkpoints import CheckpointError
-from attnzoo.training.documents import DataError
+from attnzoo.training.data import DataError
 from attnzoo.training.eval_rows import rows_to_eval_batch
 from attnzoo.training.evaluate_command import evaluate
 from attnzoo.training.loading import load_rows

@@ -24,7 +24,7 @@ from attnzoo.evaluation.recall import make_recall_batch
 from attnzoo.evaluation.recall_rows import Needles
 from attnzoo.evaluation.rows import Rows, pack_documents, predictions, separates_documents
 from attnzoo.training import rates
-from attnzoo.training.documents import read_documents, split_documents
+from attnzoo.training.data import RowOptions, load_documents, split_documents
 from attnzoo.training.eval_rows import rows_to_eval_batch, select_rows
 from attnzoo.training.evaluate_command import evaluate
 from attnzoo.training.loading import load_rows
@@ -113,7 +113,7 @@ def test_plan_measures_documents(data, gpt2, attnzoo_command, tmp_path):
         *("plan", gpt2, "--data", data, "--length", LENGTH, "--rows", 2, "--out", out),
         *("--candidate", "longformer:window=24", "--target-length", 160),
     )
-    texts, _ = split_documents(read_documents([data]))
+    texts, _ = split_documents(load_documents([data], RowOptions(), None))
     documents = documents_of_rows(texts["text"], gpt2, 2)
     exact, plan = alone(gpt2, None, documents), json.loads(out.read_text())
     for layer in plan["layers"]:
@@ -136,7 +136,7 @@ def held_out(data, gpt2, count):
     """Rows that a run evaluates, and their documents."""
     config = TrainConfig(row_length=LENGTH, judged_rows=count)
     rows = select_rows(load_rows(gpt2, [data], "text", config)[1], count)
-    texts = [*split_documents(read_documents([data]))[1]["text"]]
+    texts = [*split_documents(load_documents([data], RowOptions(), None))[1]["text"]]
     whole = [[*StringTokenizer(gpt2)(text).tolist(), 1] for text in texts]
     documents = rows.documents()
     for x in documents:  # each is the beginning of a document, or the rest of one that was cut

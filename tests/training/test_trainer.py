@@ -1,5 +1,6 @@
 """Training of a swapped model by transformers' Trainer, with and without PEFT."""
 
+import datasets
 import pytest
 import torch
 import transformers as hf
@@ -19,7 +20,7 @@ def test_trainer_trains_a_swapped_model(model, saved, tmp_path, adapters):
     if adapters:
         trained = get_peft_model(model, LoraConfig(r=4, task_type="CAUSAL_LM"))
     tokenizer = hf.AutoTokenizer.from_pretrained(saved)
-    rows = pack(["to and fro and " * 40] * 8, tokenizer, row_length=48, vocab_size=384)
+    rows = pack(datasets.Dataset.from_dict({"text": ["to and fro and " * 40] * 8}), tokenizer, 48)
     arguments = hf.TrainingArguments(
         output_dir=str(tmp_path / "out"),
         max_steps=30,
