@@ -1,6 +1,9 @@
 # The names for training loops of your own; attnzoo/training/__init__.py reads them from here.
 from attnzoo.evaluation.data import EvalBatch as EvalBatch
 from attnzoo.evaluation.rows import Rows as Rows
+from attnzoo.training.arguments import RecoveryArguments as RecoveryArguments
+from attnzoo.training.data import RowOptions as RowOptions
+from attnzoo.training.data import load_rows as load_rows
 from attnzoo.training.distil import Predictions as Predictions
 from attnzoo.training.distil import distil_loss as distil_loss
 from attnzoo.training.distil import divergence as divergence
@@ -10,12 +13,12 @@ from attnzoo.training.distil import hidden_states_error as hidden_states_error
 from attnzoo.training.distil import predictions as predictions
 from attnzoo.training.distil import softmax_teacher as softmax_teacher
 from attnzoo.training.eval_rows import rows_to_eval_batch as rows_to_eval_batch
-from attnzoo.training.loading import load_rows as load_rows
 from attnzoo.training.quality import Quality as Quality
 from attnzoo.training.quality import evaluate_rows as evaluate_rows
 from attnzoo.training.quality import softmax_quality as softmax_quality
 from attnzoo.training.quality import with_original_continuations as with_original_continuations
-from attnzoo.training.train_config import TrainConfig as TrainConfig
+from attnzoo.training.trainer import LogitDistillationTrainer as LogitDistillationTrainer
+from attnzoo.training.trainer import TransferTrainer as TransferTrainer
 from attnzoo.training.transfer import Transfer as Transfer
 from attnzoo.training.transfer import extras as extras
 from attnzoo.training.transfer import output_extras as output_extras

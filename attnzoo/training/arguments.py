@@ -7,14 +7,25 @@ option, its name and its text exist once.
 
 from __future__ import annotations
 
+import copy
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import TrainingArguments
 
-from attnzoo.errors import ConfigError
+from attnzoo.errors import ConfigError, did_you_mean
 
+# fields of TrainingArguments that change the result, and fields that do not
+TRAINING = frozenset(
+    {
+        *("optim", "optim_args", "weight_decay", "adam_beta1", "adam_epsilon", "max_grad_norm"),
+        *("gradient_accumulation_steps", "label_smoothing_factor", "bf16", "fp16", "data_seed"),
+        "lr_scheduler_kwargs",
+    }
+)
+SAME_RESULT = frozenset({"output_dir", "save_steps", "save_total_limit"})
 TEACHER_DTYPES = ("float32", "bfloat16", "float16", "nf4")
 
 
@@ -100,6 +111,160 @@ class RecoveryArguments(TrainingArguments):
     save_steps: float = _option(0.25, "between checkpoints: steps or a fraction")
     save_total_limit: int | None = _option(2, "checkpoints that are kept")
     seed: int = _option(0, "random seed")
+
+    def __post_init__(self) -> None:
+        """Check the fields.
+
+        Raises:
+            ConfigError: A value is invalid.
+        """
+        self.report_to = "none" if self.report_to is None else self.report_to
+        super().__post_init__()
+        self.remove_unused_columns = False  # position_ids separate documents
+        self.label_names = ["labels"]
+        self.logging_nan_inf_filter = False  # a loss that is not finite ends the run
+        if self.ddp_find_unused_parameters is None:  # each trained parameter gets a gradient
+            self.ddp_find_unused_parameters = False
+        self._check_numbers()
+        if self.repeat_share is None:
+            self.repeat_share = 0.0 if self.completion_only_loss else 0.25
+        self._check_pairs()
+        if self.dtype == "bfloat16" or self.load_in_4bit:
+            self._check_frozen_weights()
+
+    def _check_numbers(self) -> None:
+        least = {
+            **dict.fromkeys(("transfer_steps", "max_steps"), 0),
+            **dict.fromkeys(("lora_r", "repeats_per_row", "cp_size"), 1),
+            **dict.fromkeys(("lora_alpha", "layers_at_once", "top_k"), 1),
+            **dict.fromkeys(("max_length", "target_length"), 8),
+        }
+        for name, value in least.items():
+            if (found := getattr(self, name)) is not None and found < value:
+                raise ConfigError(f"{name} must be at least {value}, got {found}")
+        for name in (
+            *("learning_rate", "extras_learning_rate", "attention_learning_rate"),
+            "transfer_learning_rate",
+        ):
+            rate = getattr(self, name)
+            if rate is not None and not 0 < rate < math.inf:  # NaN too
+                raise ConfigError(f"{name} must be above 0 and finite, got {rate}")
+        for name in ("repeat_share", "window_dropout", "cross_entropy"):
+            found = getattr(self, name)
+            if found is not None and not 0 <= found <= 1:
+                raise ConfigError(f"{name} must be from 0 to 1, got {found}")
+        if not 0 <= self.hidden_states < math.inf:
+            raise ConfigError(
+                f"hidden_states must be at least 0 and finite, got {self.hidden_states}"
+            )
+        for name, choices in (
+            ("train", ("extras", "lora", "full")),
+            ("transfer_target", ("output", "attention")),
+            ("dtype", ("float32", "bfloat16")),
+            ("teacher_dtype", (None, *TEACHER_DTYPES)),
+        ):
+            if (given := getattr(self, name)) not in choices:
+                known = [x for x in choices if x is not None]
+                raise ConfigError(
+                    f"{name} must be one of {', '.join(known)}, got {given!r}."
+                    f"{did_you_mean(str(given), known)}"
+                )
+        token_count(self.max_tokens)
+
+    def _check_pairs(self) -> None:
+        """Raise an error for options that do not go together."""
+        if self.completion_only_loss and self.repeat_share:
+            raise ConfigError(
+                f"repeat_share={self.repeat_share} would write copied segments into prompts and "
+                "completions; leave it out with completion_only_loss"
+            )
+        if self.completion_only_loss and self.max_tokens is not None:
+            raise ConfigError(
+                "max_tokens counts tokens of text, but completion_only_loss reads examples; leave "
+                "it out, or give data with fewer examples"
+            )
+        if self.repeats_per_row > 1 and not self.repeat_share:
+            raise ConfigError(
+                f"repeats_per_row={self.repeats_per_row} applies to the rows that repeat_share "
+                "selects, but repeat_share is 0; set both, or neither"
+            )
+        if self.attention_learning_rate is not None and self.train == "extras":
+            raise ConfigError(
+                "attention_learning_rate is that of the model's own weights in attention layers, "
+                "but train='extras' trains none of them; leave it out, or train 'lora' or 'full'"
+            )
+        if self.label_smoothing_factor and not self.cross_entropy:
+            raise ConfigError(
+                "label_smoothing_factor smooths the targets of cross-entropy, but cross_entropy is "
+                "0, and the teacher's predictions are no labels; set both, or neither"
+            )
+        if self.max_length % self.cp_size:
+            raise ConfigError(
+                f"A row of {self.max_length} tokens is not divisible by cp_size={self.cp_size} "
+                "processes; make max_length a multiple"
+            )
+        if self.cp_size > 1 and self.torch_compile:
+            raise ConfigError(
+                "torch_compile compiles layers, but those of cp_size > 1 exchange states between "
+                "processes; leave one of them out"
+            )
+        if self.teacher_dtype is not None and self.train != "full":
+            raise ConfigError(
+                "teacher_dtype is for a teacher that is a copy, but with "
+                f"train={self.train!r} it shares the frozen weights and needs no memory; leave it "
+                "out"
+            )
+        for name, steps in (("transfer", self.transfer_steps), ("distil", self.max_steps)):
+            if self.warmup_steps >= 1 and 0 < steps <= self.warmup_steps:
+                raise ConfigError(
+                    f"The stage {name!r} has {steps} steps, all of them warmup "
+                    f"({self.warmup_steps:g} steps); give fewer, or a fraction such as "
+                    "--warmup-steps 0.1"
+                )
+
+    def _check_frozen_weights(self) -> None:
+        """Raise an error for narrow weights that are trained, or in another autocast."""
+        given = "load_in_4bit" if self.load_in_4bit else "dtype='bfloat16'"
+        if self.train == "full":
+            raise ConfigError(
+                f"{given} is for frozen weights, but train='full' trains them, and small updates "
+                "are lost in bfloat16; use train='lora', or bf16 with float32 weights"
+            )
+        if self.fp16:
+            raise ConfigError(f"{given} computes in bfloat16; leave fp16 out")
+        if self.fsdp or self.deepspeed:
+            raise ConfigError(
+                "FSDP and DeepSpeed shard weights of one data type, but those that are trained are "
+                f"in float32; leave {given} out (bf16 gathers weights in bfloat16), or start with "
+                "torchrun alone"
+            )
+        self.dtype, self.bf16 = "bfloat16", True
+
+    @property
+    def resumes(self) -> bool:
+        """Whether stages go on from their last checkpoints."""
+        return str(self.resume_from_checkpoint).lower() not in ("none", "false", "")
+
+    @property
+    def transfer_rate(self) -> float:
+        """Learning rate of transfer."""
+        return self.transfer_learning_rate or (2e-2 if self.transfer_target == "output" else 5e-2)
+
+    def of_length(self, length: int) -> RecoveryArguments:
+        """Return these arguments with rows of another length."""
+        found = copy.copy(self)
+        found.max_length = length
+        return found
+
+    def identity(self) -> dict[str, Any]:
+        """Return the fields that change the result, as JSON data."""
+        given = {**self.to_dict()}
+        return {
+            name: given[name]
+            for name in given
+            if name in RecoveryArguments.__annotations__ or name in TRAINING
+            if name not in SAME_RESULT
+        }
 
 
 def token_count(text: int | str | None) -> int | None:

@@ -25,17 +25,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator, cpu_offload
+from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from attnzoo.contract.context_parallel import SequenceShard
-from attnzoo.errors import UnsupportedError
 from attnzoo.evaluation.rows import IGNORE_INDEX
 from attnzoo.hf.attention.call import layer_backend
 from attnzoo.hf.logits import (
@@ -48,13 +47,11 @@ from attnzoo.hf.logits import (
 from attnzoo.hf.names import NAME
 from attnzoo.hf.swap.convert import original_attention, restore
 from attnzoo.registry import build_backend
-from attnzoo.training.four_bits import COMPUTE_DTYPE, layers_in_4_bits
-from attnzoo.training.loop import Loss
-from attnzoo.training.model_shards import ModelShards, gather_while_running, map_part
 from attnzoo.training.transfer import evaluation_mode, swapped_layers
 
 LOSS_INPUTS = ("labels", "shift_labels", "num_items_in_batch")
 Outputs = Callable[[Any, Mapping[str, Tensor]], Any]  # of a model and a batch
+Loss = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]  # of a model and a batch
 Teacher = Outputs  # Predictions, or of an encoder its last hidden states, [B, T, M]
 
 
@@ -145,9 +142,7 @@ def softmax_teacher(
     weights_change: bool,
     outputs: Outputs = predictions,
     context_parallel: bool = False,
-    dtype: torch.dtype | Literal["nf4"] | None = None,
-    offload: bool = False,
-    shards: ModelShards | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Teacher:
     """Return a function that computes a swapped model's outputs with softmax attention.
 
@@ -158,36 +153,18 @@ def softmax_teacher(
         outputs: Which outputs to return.
         context_parallel: Whether rows are split over processes. Softmax is then flash, because the
             model's own attention does not support that.
-        dtype: Data type of a copy's weights; ``None`` for that of the model. ``"nf4"`` is bfloat16
-            with linear layers in 4 bits of bitsandbytes, all but the head (QLoRA's NF4 with double
-            quantization, arXiv:2305.14314).
-        offload: Whether a copy's weights are in the memory of the CPU, from where each layer's go
-            to the model's device while it runs (Accelerate's ``cpu_offload``); not with ``"nf4"``.
-        shards: Says whether the model has a part of each weight; a copy has as well then, and
-            gathers the weights of each layer while it runs.
-
-    Raises:
-        UnsupportedError: ``"nf4"`` with ``offload``, without bitsandbytes, or of a model without
-            linear layers.
+        dtype: Data type of a copy's weights; ``None`` for that of the model.
     """
-    if offload and dtype == "nf4":
-        raise UnsupportedError(
-            "offload=True moves weights, but not the scales of weights in 4 bits (nf4); give "
-            "another dtype, or keep the copy in memory"
-        )
     swapped = bool(swapped_layers(model))
     frozen: Any = None
     if weights_change:
-        in_parts = shards is not None and shards.enabled
-        fetch = shards.fetch if shards is not None else Tensor.detach
-        device = next(model.parameters()).device
-        frozen = _copy_frozen(model, dtype, torch.device("cpu") if offload else None, fetch)
+        copies = {
+            id(x): nn.Parameter(x.detach().to(dtype=dtype, copy=True), False)
+            for x in model.parameters()
+        }
+        frozen = deepcopy(model, copies).eval()
         if swapped and not context_parallel:
             restore(frozen)
-        if in_parts:
-            gather_while_running(frozen, device)
-        elif offload:
-            cpu_offload(frozen, execution_device=device)
 
     @torch.no_grad()
     def teach(student: nn.Module, batch: Mapping[str, Tensor]) -> Any:
@@ -198,7 +175,7 @@ def softmax_teacher(
         elif swapped and frozen is None:
             softmax = original_attention(model)
         if frozen is not None:
-            if not offload and frozen.device != batch["input_ids"].device:
+            if frozen.device != batch["input_ids"].device:
                 frozen.to(batch["input_ids"].device)
             with softmax:
                 return outputs(frozen, batch)
@@ -206,37 +183,7 @@ def softmax_teacher(
         with softmax, without_adapters(), evaluation_mode(model):  # without dropout
             return outputs(model, batch)
 
-    teach.frozen = frozen  # type: ignore[attr-defined]  # counted by distil_memory
     return teach
-
-
-def _copy_frozen(
-    model: nn.Module,
-    dtype: torch.dtype | Literal["nf4"] | None,
-    device: torch.device | None,
-    fetch: Callable[[Tensor], Tensor],
-) -> nn.Module:
-    """Return a frozen copy of a model in evaluation mode, made with weights of a type on a device.
-
-    Args:
-        model: The model; a copy of a part of a weight is a part, unless it is in 4 bits.
-        dtype: As of :func:`softmax_teacher`.
-        device: Device of the weights; ``None`` for that of the model.
-        fetch: Returns the whole data of a weight.
-    """
-    copies: dict[int, Any] = {}
-    if dtype == "nf4":
-        copies |= layers_in_4_bits(model, fetch)
-        dtype = COMPUTE_DTYPE
-    others = [module for module in model.modules() if id(module) not in copies]
-    copies |= {
-        id(x): nn.Parameter(
-            map_part(x.detach(), lambda part: part.to(device=device, dtype=dtype, copy=True)), False
-        )
-        for module in others
-        for x in module.parameters(recurse=False)
-    }
-    return deepcopy(model, copies).eval()
 
 
 def other_teacher(original: Any, outputs: Outputs = predictions) -> Teacher:

@@ -1,4 +1,4 @@
-"""Runs of encoders, and their recovery: embeddings are to stay those of the original model."""
+"""Recovery of encoders: embeddings are to stay those of the original model."""
 
 from __future__ import annotations
 
@@ -8,17 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from attnzoo.errors import SpecError
-from attnzoo.evaluation.embeddings import EmbeddingSimilarity, Texts, embeddings, similarity
+from attnzoo.evaluation.data import load_tokenizer
+from attnzoo.evaluation.embeddings import EmbeddingSimilarity, Texts
 from attnzoo.evaluation.margins import mean_of, paired
+from attnzoo.evaluation.models import max_positions
+from attnzoo.hf.configs import read_field
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.saving.files import model_class, read_config
-from attnzoo.hf.swap.convert import original_attention
-from attnzoo.training.data import DataError, check_vocabulary
-from attnzoo.training.loading import load_model, split_rows
-from attnzoo.training.runs import Run
+from attnzoo.training.data import (
+    DataError,
+    RowOptions,
+    check_vocabulary,
+    load_documents,
+    split_documents,
+)
 
 LEAST_COSINE = 0.001  # smaller differences do not matter
 
@@ -100,76 +106,29 @@ def as_dicts(lines: Mapping[str, Any]) -> dict[str, Any]:
     return {name: asdict(line) for name, line in lines.items()}
 
 
-class EncoderRun(Run):
-    """One run of an encoder, in which each row is one text; subclasses set the quality."""
+def load_texts(path: Path, data: Sequence[Path | str], args: Any) -> tuple[Texts, Texts]:
+    """Return training texts and held-out texts in an encoder's tokens.
 
-    is_encoder = True
-    task = "FEATURE_EXTRACTION"
-    as_dicts: Any = staticmethod(as_dicts)
+    Args:
+        path: Folder of the encoder.
+        data: As of :func:`~attnzoo.training.data.load_documents`.
+        args: ``dataset_text_field``, ``max_tokens`` and ``max_length``.
 
-    def load_rows(self, data: list[Path], column: str) -> tuple[Texts, Texts]:
-        """Return training texts and held-out texts.
-
-        Raises:
-            SpecError: An option splits rows, or does not suit the subclass.
-        """
-        if self.config.loop.cp_size > 1:
-            raise SpecError(
-                "cp_size splits long rows over processes, but each row of an encoder is one text "
-                "of its own length; leave it out"
-            )
-        return split_rows(self.path, data, column, self.config, tokenize_texts)
-
-    def rows_of_length(self, length: int | None) -> None:
-        """Refuse rows of another length; each row is one text.
-
-        Raises:
-            SpecError: A length is given.
-        """
-        if length is not None:
-            raise SpecError(
-                "distil_length is the length of packed rows, but each row of an encoder is one "
-                "text; leave it out"
-            )
-
-    def find_equal_window(self) -> None:
-        """Return ``None``: an encoder keeps no cache."""
-
-    def set_eval_data(self, held_out: Texts) -> None:
-        """Set the held-out texts."""
-        n = self.config.judged_rows
-        self.texts = Texts(tokens=held_out.tokens[:n], attention_mask=held_out.attention_mask[:n])
-
-
-class EmbeddingRun(EncoderRun):
-    """One run of an encoder whose embeddings are to stay those of the original model."""
-
-    quality_class = EmbeddingSimilarity
-    verdict: Any = staticmethod(verdict)
-
-    def load_rows(self, data: list[Path], column: str) -> tuple[Texts, Texts]:
-        """Return training texts and held-out texts."""
-        config = self.config
-        if config.train_on == "completions":
-            raise SpecError(
-                "train_on='completions' selects predicted tokens, and an encoder predicts none; "
-                "leave it out"
-            )
-        return super().load_rows(data, column)
-
-    def load(self, **options: Any) -> PreTrainedModel:
-        """Return the swapped model with its saved weights, in the class it was saved in."""
-        cls = model_class(read_config(self.path), self.path)
-        options["disable_dropout"] = self.config.disable_dropout
-        return load_model(self.path, self.spec, cls, **options)
-
-    def set_eval_data(self, held_out: Texts) -> None:
-        """Set the held-out texts and compute the original model's embeddings of them."""
-        super().set_eval_data(held_out)
-
-        with self.shards.running(self.model), original_attention(self.model):
-            self.originals = embeddings(self.model, self.texts)
-
-    def quality(self, model: PreTrainedModel, *, is_original: bool = False) -> EmbeddingSimilarity:
-        """Return the similarity of a model's embeddings to the original model's."""
-        return similarity(embeddings(model, self.texts), self.originals)
+    Raises:
+        DataError: The data cannot be read, or ``max_length`` is more than the encoder's positions.
+    """
+    limit = max_positions(path)
+    if limit is not None and args.max_length > limit:
+        raise DataError(
+            f"Texts of {args.max_length} tokens are longer than the {limit} positions of the "
+            "encoder; give a smaller --max-length"
+        )
+    vocab_size = read_field(read_config(path).get_text_config(), "vocab_size")
+    tokenizer = load_tokenizer(path)
+    options = RowOptions(dataset_text_field=args.dataset_text_field, max_tokens=args.max_tokens)
+    documents = load_documents(data, options, tokenizer)
+    train, held_out = (
+        tokenize_texts(part["text"], tokenizer, row_length=args.max_length, vocab_size=vocab_size)
+        for part in split_documents(documents)
+    )
+    return train, held_out

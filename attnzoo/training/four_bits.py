@@ -5,19 +5,31 @@ Source: Dettmers et al., 2023, arXiv:2305.14314 (QLoRA).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from attnzoo.errors import UnsupportedError
-from attnzoo.evaluation.memory_4bit import quantizable_layers
 from attnzoo.hf.configs import read_field
+from attnzoo.hf.names import NAME
 
 COMPUTE_DTYPE = torch.bfloat16
+
+
+def quantizable_layers(model: nn.Module) -> list[nn.Linear]:
+    """Return the linear layers of a model that are in 4 bits when it is quantized.
+
+    The head is not, as in transformers, nor is what a backend adds.
+    """
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    return [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and f".{NAME}." not in name
+    ]
 
 
 def require_bitsandbytes(
@@ -77,42 +89,3 @@ def config_of_4_bits(model: PreTrainedModel) -> BitsAndBytesConfig:
         bnb_4bit_compute_dtype=COMPUTE_DTYPE,
         llm_int8_skip_modules=others,  # of 4 bits too
     )
-
-
-def layers_in_4_bits(
-    model: nn.Module, fetch: Callable[[Tensor], Tensor] = Tensor.detach
-) -> dict[int, nn.Module]:
-    """Return copies in 4 bits of a model's linear layers but the head, by the id of the layer.
-
-    The layers are quantized one after the other, on their device. They are the memo of a
-    ``deepcopy`` of the model, which then has them in the place of its own.
-
-    Args:
-        model: The model.
-        fetch: Returns the data of a weight.
-
-    Raises:
-        UnsupportedError: bitsandbytes is not installed, or the model has no such layers.
-    """
-    require_bitsandbytes()
-    require_quantizable(model)
-    return {id(layer): _in_4_bits(layer, fetch) for layer in quantizable_layers(model)}
-
-
-def _in_4_bits(layer: nn.Linear, fetch: Callable[[Tensor], Tensor]) -> nn.Module:
-    """Return a copy of a linear layer in 4 bits."""
-    from bitsandbytes.nn import Linear4bit, Params4bit
-
-    size, bias = (layer.in_features, layer.out_features), layer.bias
-    copy: Any = Linear4bit(
-        *size, bias is not None, COMPUTE_DTYPE, quant_type="nf4", device=torch.device("meta")
-    )
-    weight = fetch(layer.weight).to(COMPUTE_DTYPE)
-    # compress_statistics is double quantization; moving the parameter quantizes it
-    copy.weight = Params4bit(
-        weight, requires_grad=False, compress_statistics=True, quant_type="nf4", module=copy
-    ).to(weight.device)
-    if bias is not None:
-        copy.bias = nn.Parameter(fetch(bias).to(COMPUTE_DTYPE, copy=True), False)
-    copied: nn.Module = copy
-    return copied

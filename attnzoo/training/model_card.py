@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,15 @@ AUTO_CLASSES = {
 
 
 def about_run(
-    path: Path, data: Sequence[Path], out: Path, *, rows: int, row_length: int, held_out: int
+    path: Path,
+    data: Sequence[Path],
+    out: Path,
+    *,
+    rows: int,
+    row_length: int,
+    held_out: int,
+    steps: Mapping[str, int],
+    batch: int,
 ) -> dict[str, Any]:
     """Return what a card says about the origin of a model, as plain data without paths.
 
@@ -33,6 +41,8 @@ def about_run(
         rows: Number of training rows.
         row_length: Tokens per row.
         held_out: Number of held-out rows.
+        steps: Steps by the name of the stage.
+        batch: Rows of a step.
     """
     ids = [str(x).partition(":")[0] for x in data if not x.exists() and HUB_ID.fullmatch(str(x))]
     return {
@@ -45,6 +55,8 @@ def about_run(
         "rows": rows,
         "row_length": row_length,
         "held_out_rows": held_out,
+        "steps": {name: count for name, count in steps.items() if name != "softmax"},
+        "batch": batch,
         "name": out.resolve().name,
     }
 
@@ -74,30 +86,23 @@ def loading_text(about: Mapping[str, Any], kind: str) -> str:
     return loading_section(about["name"], AUTO_CLASSES[kind])
 
 
-def training_text(
-    about: Mapping[str, Any], losses: Iterable[Mapping[str, Any]], command: str
-) -> str:
-    """Return from what, on what and for how many tokens a model was trained; empty if unknown.
+def training_text(about: Mapping[str, Any], command: str) -> str:
+    """Return from what, on what and in how many steps a model was trained; empty if unknown.
 
     Args:
         about: Of :func:`about_run`.
-        losses: Rows of ``losses.jsonl``.
         command: ``recover`` or ``finetune``.
     """
     if not about:
         return ""
-    tokens: dict[str, int] = {}
-    for line in losses:
-        if line["stage"] != "softmax":  # of the baseline, a model of its own
-            tokens[line["stage"]] = tokens.get(line["stage"], 0) + line.get("tokens", 0)
-    stages = ", ".join(f"{count:,} in {stage}" for stage, count in tokens.items())
+    stages = ", ".join(f"{count:,} of {stage}" for stage, count in about["steps"].items())
     name, base = about["base_name"], about["base_model"]
     source = f"[{name}](https://huggingface.co/{base})" if base else name
-    data = ", ".join(about["data"])
-    total = f"{sum(tokens.values()):,} tokens" + (f" ({stages})" if stages else "")
+    data, rows = ", ".join(about["data"]), f"{about['batch']:,} of {about['rows']:,} rows"
     return (
         "## Training\n\n"
-        f"Made from {source} by `attnzoo {command}` of attnzoo {about['attnzoo']}, on {total}: "
-        f"{about['rows']:,} rows of {about['row_length']:,} tokens from {data}. Another "
-        f"{about['held_out_rows']:,} rows are held out for evaluation.\n"
+        f"Made from {source} by `attnzoo {command}` of attnzoo {about['attnzoo']}, in "
+        f"{sum(about['steps'].values()):,} steps{f' ({stages})' if stages else ''} on {rows} of "
+        f"{about['row_length']:,} tokens from {data}. Another {about['held_out_rows']:,} rows are "
+        "held out for evaluation.\n"
     )

@@ -1,22 +1,16 @@
-"""How results of runs are presented: in the terminal, as ``report.html``, as the model card."""
+"""How results of runs are presented: in the terminal, and as the model card."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from attnzoo.evaluation.cost_laws import BUSY
 from attnzoo.evaluation.margins import plus_minus
-from attnzoo.report import charts, page
-from attnzoo.report.atomic_write import atomic_write
 from attnzoo.report.format import format_bytes, number
 from attnzoo.report.table import Table
-from attnzoo.spec import AttentionSpec
-from attnzoo.training.head_entropy import HEADS, entropy_plots
-from attnzoo.training.json_lines import read_lines
 from attnzoo.training.model_card import loading_text, metadata_block, training_text
 
 GENERATION_TEXT = (
@@ -36,47 +30,6 @@ DECODING_COLUMNS = (
     "softmax cache",
     "swap cache",
 )
-
-
-def write_pages(
-    out: Path, results: Mapping[str, Any], losses: Iterable[Mapping[str, Any]], command: str
-) -> None:
-    """Write the model card, and the report if matplotlib is installed.
-
-    Args:
-        out: The model's folder, which may have ``heads.jsonl``.
-        results: Content of ``recovery.json`` or ``finetuning.json``.
-        losses: Rows of ``losses.jsonl``.
-        command: ``recover`` or ``finetune``.
-    """
-    losses = list(losses)
-    atomic_write(out / "README.md", card(results, command, losses))
-    if not charts.can_draw():
-        return
-    decoding, generation = decoding_table(results), generation_table(results)
-    calibration = calibration_table(results)
-    swap = results["spec"]
-    about = "" if swap is None else f" The swap: {AttentionSpec.from_dict(swap)!r}."
-    summary = f"{_summary(results, command)}{about}"
-    body = [
-        page.heading(results["verdict"], 1),
-        page.paragraph(summary, muted=True),
-        results_table(results).html(),
-        page.heading("Generation") if generation else "",
-        page.paragraph(GENERATION_TEXT, muted=True) if generation else "",
-        generation.html() if generation else "",
-        *(
-            part
-            for table, sentence in longer_tables(results)
-            for part in (page.heading(table.title), page.paragraph(sentence), table.html())
-        ),
-        page.heading("Decoding") if decoding else "",
-        decoding.html() if decoding else "",
-        page.paragraph(decoding.caption, muted=True) if decoding and decoding.caption else "",
-        calibration.html() if calibration else "",
-        page.plots_html([_loss_curves(losses), *entropy_plots(read_lines(out / HEADS))]),
-    ]
-    page.write_page(out / "report.html", title=f"attnzoo {command}", body=body)
 
 
 def is_encoder(results: Mapping[str, Any]) -> bool:
@@ -244,32 +197,6 @@ def _summary(results: Mapping[str, Any], command: str) -> str:
     return f"attnzoo {command}. {metrics}"
 
 
-def _loss_curves(losses: Iterable[Mapping[str, Any]]) -> charts.Plot:
-    """Plot the loss by step, with a curve per stage."""
-    stages: dict[str, list[Mapping[str, Any]]] = {}
-    for row in losses:
-        stages.setdefault(row["stage"], []).append(row)
-    series = [
-        charts.Series(
-            name=name,
-            x=[row["step"] for row in rows],
-            y=[row["loss"] for row in rows],
-            style=index,
-            kind="plain",
-        )
-        for index, (name, rows) in enumerate(stages.items())
-    ]
-    figure = charts.line_chart(
-        series, x=charts.Axis(label="step of the stage"), y=charts.Axis(label="loss", log=True)
-    )
-    text = (
-        "Transfer: relative squared error of the outputs, or divergence of the attention weights "
-        "in nats. Distillation: KL in nats, or relative squared error of an encoder's hidden "
-        "states. Other stages: cross-entropy in nats."
-    )
-    return charts.Plot(name="losses", title="Training", text=text, figure=figure)
-
-
 def _title(results: Mapping[str, Any], about: Mapping[str, Any], kind: str) -> list[str]:
     """Return the first paragraphs of a model card: what the model is, and the verdict."""
     verdict = f"**{results['verdict']}**\n"
@@ -286,7 +213,7 @@ def _title(results: Mapping[str, Any], about: Mapping[str, Any], kind: str) -> l
     ]
 
 
-def card(results: Mapping[str, Any], command: str, losses: Iterable[Mapping[str, Any]] = ()) -> str:
+def card(results: Mapping[str, Any], command: str) -> str:
     """Return the model card in Markdown: the verdict first, then the results."""
     kind = "feature-extraction" if is_encoder(results) else "text-generation"
     kind = "fill-mask" if is_masked(results) else kind
@@ -295,7 +222,7 @@ def card(results: Mapping[str, Any], command: str, losses: Iterable[Mapping[str,
     parts = [
         metadata_block(about, kind),
         *_title(results, about, kind),
-        training_text(about, losses, command),
+        training_text(about, command),
         "## Results\n",
         _summary(results, command) + "\n",
         results_table(results).markdown(),

@@ -1,13 +1,17 @@
-"""Complete a training run: its results are a verdict, evaluations, and decoding cost."""
+"""The folder of a run: which run it holds, and its model and results, written whole or not."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
+from filelock import FileLock, Timeout
 from transformers import PreTrainedModel
 
 from attnzoo.errors import AttnzooError
@@ -19,119 +23,187 @@ from attnzoo.evaluation.models import max_positions
 from attnzoo.hf.configs import set_dropout
 from attnzoo.hf.names import NAME
 from attnzoo.hf.saving.companions import copy_companions, move_files
-from attnzoo.hf.saving.dtype import cast_weights, rounded_weights
+from attnzoo.hf.saving.dtype import cast_weights
 from attnzoo.hf.saving.files import read_config
 from attnzoo.hf.swap.convert import original_attention
 from attnzoo.report.atomic_write import atomic_write
+from attnzoo.report.output_path import check_folder
 from attnzoo.spec import AttentionSpec
-from attnzoo.training.checkpoints import explain_write_errors
-from attnzoo.training.head_entropy import make_entropy_log
-from attnzoo.training.loop import read_losses
-from attnzoo.training.lr_find import read_found
-from attnzoo.training.report import write_pages
-from attnzoo.training.runs import RESULTS, Run
+from attnzoo.training.model_card import about_run
+from attnzoo.training.report import card
 
+RESULTS = "recovery.json"
+RUN = "run.json"  # in the folder of the checkpoints
 LENGTHS = (256, 1024, 4096)  # context lengths at which decoding is timed, in tokens
 MARGIN = 16  # positions left free for the timed tokens
 
 
-def complete(
-    run: Run, train: Callable[[Run], tuple[PreTrainedModel, dict[str, Any]]]
-) -> dict[str, Any]:
-    """Evaluate the baselines of a run, train, evaluate and save the result, and close the run.
+class RunError(AttnzooError):
+    """A run's folder cannot be started or resumed."""
+
+
+class RunFolder:
+    """The folder of a run: checkpoints while it trains, then the model and its results.
 
     Args:
-        run: The run; a finished one is closed only.
-        train: Returns the trained model and further results.
-
-    Returns:
-        The content of ``recovery.json`` or ``finetuning.json``.
+        out: The folder.
+        run: What defines the run, as JSON data; only an equal run goes on from the checkpoints.
     """
-    with closing(run):
-        if run.finished is not None:
-            return run.finished
-        with run.shards.running(run.model):
-            run.evaluate_baselines()
-        run.loop.entropy_log = make_entropy_log(run)
-        run.loop.keep_best, run.loop.make_judge, run.loop.log = run.keep_best, run.judge, run.log
-        model, further = train(run)
-        model = run.whole(model)
-        with run.shards.running(model):
-            lines = run.evaluate_result(model)
-        results = {**_collect(run, model, lines), **further}
-        save(run, model, results)
-        return results
+
+    def __init__(self, out: Path, run: Mapping[str, Any]) -> None:
+        self.out, self.run = out, json.loads(json.dumps(run))
+        self.checkpoints = out / "checkpoints"
+
+    @contextmanager
+    def open(self, *, resume: bool, state: Any) -> Iterator[dict[str, Any] | None]:
+        """Context with the results of a finished run, ``None`` of another; called by all processes.
+
+        The folder is locked inside of it.
+
+        Args:
+            resume: Whether the folder may hold this run already.
+            state: Accelerate's state of the process.
+
+        Raises:
+            RunError: The folder holds another run, or one that is not to be resumed, or another
+                process runs in it.
+        """
+        lock: AbstractContextManager[Any] = nullcontext()
+        finished: list[Any] = [None]
+        if state.is_main_process:
+            check_folder(self.out)
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(self.checkpoints / "run.lock", timeout=0)
+        try:
+            with lock:
+                if state.is_main_process:
+                    finished = [self._begin(resume=resume)]
+                yield broadcast_object_list(finished)[0]
+        except Timeout:
+            raise RunError(
+                f"Another process runs in {str(self.out)!r}; wait for it, or give another "
+                "--output-dir"
+            ) from None
+
+    def _begin(self, *, resume: bool) -> dict[str, Any] | None:
+        path, results = self.checkpoints / RUN, self.out / RESULTS
+        if not path.is_file() and not results.is_file():
+            atomic_write(path, json.dumps(self.run, indent=2))
+            return None
+        if not resume:
+            raise RunError(
+                f"{str(self.out)!r} holds a run; go on with --resume-from-checkpoint True, or give "
+                "another --output-dir"
+            )
+        known = _read(results if results.is_file() else path)
+        differ = sorted(_differences(self.run, {k: known.get(k) for k in self.run}))
+        if differ:
+            raise RunError(
+                f"{str(self.out)!r} holds another run: its {', its '.join(differ)}. Give another "
+                "--output-dir, or the values of that run"
+            )
+        return known if results.is_file() else None
 
 
-def save(run: Run, model: PreTrainedModel, results: Mapping[str, Any]) -> None:
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise RunError(f"{str(path)!r} is damaged ({error}); give another --output-dir") from None
+    return found
+
+
+def _differences(new: Any, old: Any, name: str = "") -> Iterator[str]:
+    """Yield where two values of JSON differ, in words."""
+    if isinstance(new, dict) and isinstance(old, dict):
+        for key in sorted({*new, *old}):
+            yield from _differences(new.get(key), old.get(key), f"{name}.{key}" if name else key)
+    elif new != old:
+        yield f"{name} is {json.dumps(old)}, not {json.dumps(new)}"
+
+
+def save_model(run: Any, model: PreTrainedModel, results: dict[str, Any]) -> dict[str, Any]:
     """Write model, tokenizer and results to a run's folder; called by all processes.
 
     The weights have the data type of the model that came in. The results are written last: they
     mark a finished run.
-    """
-    tokenizer = load_tokenizer(run.path)
-    types = dict.fromkeys(rounded_weights(model, run.dtype), run.dtype)
-    partial, files = run.out / "model.partial", run.out / "weights.partial"
-    with explain_write_errors(run.checkpoints), run.shards.whole_on_disk(model, files, types):
-        if run.accelerator.is_main_process:
-            model.requires_grad_(True)
-            cast_weights(model, run.dtype)
-            set_dropout(model.config, read_config(run.path))
-            model.save_pretrained(partial)
-            tokenizer.save_pretrained(partial)
-            copy_companions(run.path, partial)
-            move_files(partial, run.out)
-            write_pages(run.out, results, read_losses(run.out), run.command)
-            text = json.dumps(results, indent=2, allow_nan=False)
-            atomic_write(run.out / RESULTS[run.command], text)
-    if run.accelerator.is_main_process:
-        run.checkpoints.clear()
-    run.shards.wait()
-    if run.config.report_to:
-        run.accelerator.end_training()
-    run.accelerator.wait_for_everyone()
-
-
-def _collect(run: Run, model: PreTrainedModel, lines: dict[str, Any]) -> dict[str, Any]:
-    """Return the results of a trained model.
 
     Args:
-        run: The run.
-        model: The model.
-        lines: Evaluation results by name: ``softmax``, ``window alone``, ``raw swap``, ``result``
-            and any others.
+        run: A :class:`~attnzoo.training.recover.Recovery`.
+        model: The trained model.
+        results: Its results.
+
+    Returns:
+        The results with what is measured of the model.
     """
-    decodes = not run.is_encoder and run.accelerator.is_main_process and run.teacher is None
-    if decodes and run.shards.enabled:
-        run.log(
-            "decoding is not timed: each process has a part of the weights; `attnzoo compare` times"
-            " the saved model"
+    out: Path = run.folder.out
+    if run.state.is_main_process:
+        about = about_run(
+            *(run.path, run.data, out),
+            rows=len(run.rows),
+            row_length=run.args.max_length,
+            held_out=len(run.held_out),
+            steps={name: history[-1]["step"] for name, history in run.stages.items() if history},
+            batch=run.args.train_batch_size
+            * run.args.gradient_accumulation_steps
+            * run.args.world_size
+            // run.args.cp_size,
         )
-        decodes = False
-    return {
-        **run.conclude(lines),
-        "decoding": decoding_cost(model, run) if decodes else {},
-        **run.provenance,
-        "about": run.about,
-        "lr_find": read_found(run.checkpoints),
-    }
+        decoding = decoding_cost(model, run) if run.generates and run.teacher is None else {}
+        losses = {name: _losses(history) for name, history in run.stages.items()}
+        results = {**results, "decoding": decoding, "about": about, "losses": losses}
+        results = json.loads(json.dumps(results, allow_nan=False))
+        partial = out / "model.partial"
+        model.requires_grad_(True)
+        cast_weights(model, run.dtype)
+        set_dropout(model.config, read_config(run.path))
+        model.save_pretrained(partial)
+        load_tokenizer(run.path).save_pretrained(partial)
+        copy_companions(run.path, partial)
+        (partial / "README.md").write_text(card(results, run.command), "utf-8")
+        move_files(partial, out)
+        atomic_write(out / RESULTS, json.dumps(results, indent=2))
+        for path in run.folder.checkpoints.glob("*/"):
+            shutil.rmtree(path)
+    run.state.wait_for_everyone()
+    return results
+
+
+def _losses(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what a stage logged, without times."""
+    kept = ("step", "loss", "grad_norm", "learning_rate", "eval_loss", "eval_agreement")
+    lines = [
+        {k: x for k, x in line.items() if k in kept or k.startswith("entropy/")} for line in history
+    ]
+    return [line for line in lines if len(line) > 1]
 
 
 @torch.no_grad()
-def decoding_cost(model: PreTrainedModel, run: Run) -> dict[str, Any]:
+def decoding_cost(model: PreTrainedModel, run: Any) -> dict[str, Any]:
     """Return milliseconds per token and cache bytes by context length, for softmax and the swap."""
     model.eval()
     limit = max_positions(run.path)
     lengths = [n for n in LENGTHS if limit is None or n + MARGIN <= limit]
     run.log("timing of decoding")
-    text = run.eval_batch.stream
+    text = run.evaluator.batch.stream
     stream = text.repeat(-(-LENGTHS[-1] // len(text))).to(model.device)
     contexts: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
         "softmax": lambda: original_attention(model),
         "result": nullcontext,
     }
     costs = measure_together(model, contexts, stream, lengths)
-    sizes = _cache_sizes(model, run, lengths)
+    specs = {
+        "softmax": AttentionSpec(EXACT),
+        "result": AttentionSpec.from_dict(getattr(model.config, NAME)),
+    }
+    sizes: dict[str, dict[int, int]] = {}
+    try:
+        for name, spec in specs.items():
+            sizes[name] = {
+                n: sum(saved_cache_bytes(run.path, spec, n, run.dtype).values()) for n in lengths
+            }
+    except AttnzooError as error:
+        run.log(f"the bytes of the cache are not computed: {error}")
     return {
         name: {
             "milliseconds": cost.decode_ms,
@@ -141,23 +213,3 @@ def decoding_cost(model: PreTrainedModel, run: Run) -> dict[str, Any]:
         }
         for name, cost in costs.items()
     }
-
-
-def _cache_sizes(
-    model: PreTrainedModel, run: Run, lengths: Sequence[int]
-) -> dict[str, dict[int, int]]:
-    """Return the bytes of the caches of softmax and the swap in the dtype that the run saves."""
-    specs = {
-        "softmax": AttentionSpec(EXACT),
-        "result": AttentionSpec.from_dict(getattr(model.config, NAME)),
-    }
-    try:
-        return {
-            name: {
-                n: sum(saved_cache_bytes(run.path, spec, n, run.dtype).values()) for n in lengths
-            }
-            for name, spec in specs.items()
-        }
-    except AttnzooError as error:
-        run.log(f"the bytes of the cache are not computed: {error}")
-        return {}

@@ -16,14 +16,11 @@ from attnzoo.hf.names import NAME
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.candidates import options_text
 from attnzoo.training.loading import load_causal, load_model
-from attnzoo.training.model_shards import ModelShards
 from attnzoo.training.plan import Transferred, weights_fingerprint
 from attnzoo.training.transfer import swapped_layers, trainable_layers
 
 
-def reuse_transfer(
-    model: PreTrainedModel, folder: Path, weights: str, shards: ModelShards
-) -> list[str]:
+def reuse_transfer(model: PreTrainedModel, folder: Path, weights: str) -> list[str]:
     """Copy the extras of a saved model into the layers that have the same backend and options.
 
     One run over all layers serves every plan.
@@ -32,7 +29,6 @@ def reuse_transfer(
         model: A swapped model.
         folder: A saved swap of the same model whose own weights were not trained.
         weights: Fingerprint of the model's weights.
-        shards: Loads the saved model.
 
     Returns:
         The names of the layers.
@@ -40,8 +36,8 @@ def reuse_transfer(
     Raises:
         SpecError: The saved model has other weights, or no layer in common.
     """
-    saved: Any = shards.load(lambda: load_model(folder, None, type(model)))
-    if weights_fingerprint(saved, shards.fetch) != weights:
+    saved: Any = load_model(folder, None, type(model))
+    if weights_fingerprint(saved) != weights:
         raise SpecError(
             f"{str(folder)!r} has other weights than the model, whose layers it was trained to "
             "match; give a run of this model with transfer only (--max-steps 0, or --train "

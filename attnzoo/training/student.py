@@ -15,12 +15,14 @@ et al., 2025, arXiv:2505.03005 (RADLADS). Other letters: M hidden size, Hkv key 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attnzoo.errors import ConfigError, SpecError
@@ -35,14 +37,14 @@ from attnzoo.hf.pretrained import build_model, load_pretrained
 from attnzoo.hf.saving.files import read_config
 from attnzoo.hf.stock.layer_inputs import softmax_layer
 from attnzoo.hf.stock.recurrent import CLASSES, recurrent_layers, recurrent_numbers
-from attnzoo.hf.swap.convert import restore, swap
-from attnzoo.training.distil import model_inputs
-from attnzoo.training.loop import Stage
+from attnzoo.training.arguments import RecoveryArguments
+from attnzoo.training.distil import Teacher, other_teacher, predictions
 from attnzoo.training.plan import weights_fingerprint
-from attnzoo.training.runs import BASELINES_DONE, Run
-from attnzoo.training.sharding import SHARDED
+from attnzoo.training.quality import CONTROL
+from attnzoo.training.recover import Log, Recovery
+from attnzoo.training.trainer import LogitDistillationTrainer, TransferTrainer
 
-TRANSFER_LR = 3e-3
+TRANSFER_RATE = 3e-3
 
 
 def recurrent_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -54,77 +56,128 @@ def recurrent_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-class StudentRun(Run):
+class StudentRecovery(Recovery):
     """Recovery of a student of a stock class.
 
     Args:
-        args: As of :class:`Run`.
+        path: Folder of the student.
+        spec: ``None``.
+        data: As of :func:`~attnzoo.training.recover.recover`.
+        args: The same.
+        log: The same.
         teacher: Folder of the model that the student was converted from.
-        options: As of :class:`Run`.
 
     Raises:
         AttnzooError: An argument is invalid, or the two models do not match.
     """
 
-    added = output_added = staticmethod(recurrent_parameters)
-
-    def __init__(self, *args: Any, teacher: Path, **options: Any) -> None:
-        command, path, spec, data, out, config = args
-        require_student_settings(config)
+    def __init__(
+        self,
+        path: Path,
+        spec: None,
+        data: list[Path],
+        args: RecoveryArguments,
+        log: Log,
+        teacher: Path,
+    ) -> None:
+        require_student_settings(args)
         require_pair(path, teacher)
         self.teacher: Any = load_pretrained(AutoModelForCausalLM, teacher, dtype=torch.float32)
         self.teacher.requires_grad_(False).eval()
-        super().__init__(command, path, spec, data, out, config, **options)
+        super().__init__(path, spec, data, args, log)
 
-    def _fingerprint(self, planned: str | None) -> str:
-        """Return the fingerprints of the student's and of the teacher's weights."""
-        return f"{super()._fingerprint(planned)}+{weights_fingerprint(self.teacher)}"
-
-    def load(self, **options: Any) -> PreTrainedModel:
-        """Return the student, whose recurrent layers run on attnzoo's ops on CPUs.
-
-        Raises:
-            SpecError: Weights are sharded.
-        """
-        if self.accelerator.distributed_type in SHARDED:
+    def check_arguments(self) -> None:
+        """Raise an error if weights are sharded."""
+        if self.args.fsdp or self.args.deepspeed:
             raise SpecError(
                 "FSDP and DeepSpeed do not shard a student and its teacher; use "
                 "DistributedDataParallel (torchrun without a sharding config)"
             )
+
+    def more(self) -> dict[str, Any]:
+        """Return the fingerprint of the teacher's weights."""
+        return {"teacher": weights_fingerprint(self.teacher)}
+
+    def load(self, **options: Any) -> PreTrainedModel:
+        """Return the student, whose recurrent layers run on attnzoo's ops on CPUs."""
         config = read_config(self.path)
-        if self.config.disable_dropout:
-            set_dropout(config)
+        set_dropout(config)
         options["config"] = config
         model: PreTrainedModel = load_pretrained(AutoModelForCausalLM, self.path, **options)
         model.register_forward_pre_hook(separate_documents, with_kwargs=True)
         return speed_up(model)
 
-    def find_equal_window(self) -> EqualWindow:
-        """Return the window that needs as much memory as a recurrent layer."""
-        length = self.config.target_length or self.config.row_length
-        return equal_window(self.model.config, length, self.dtype.itemsize)
-
     def evaluate_baselines(self) -> None:
         """Evaluate the teacher, the student before training, and windows in the teacher."""
-        if BASELINES_DONE in self.baselines.results:
-            return
-        teacher = self.teacher.to(self.accelerator.device)
-        self.evaluate_baseline("softmax", model=teacher, is_original=True)
-        self.evaluate_baseline("raw swap")
-        assert self.equal is not None
-        if self.equal.saves_memory:
-            swap(teacher, self.equal.spec)
-            self.evaluate_baseline("equal window", self.equal, model=teacher)
-            restore(teacher)
-        swap(teacher, "flash", window=self.window)
-        self.evaluate_baseline(BASELINES_DONE, model=teacher)
-        restore(teacher)
+        teacher, evaluator = self.teacher.to(self.args.device), self.evaluator
+        evaluator.window = CONTROL
+        length = self.args.target_length or self.args.max_length
+        evaluator.equal = equal_window(self.model.config, length, self.dtype.itemsize)
+        evaluator.add_original(self.model, teacher)
+        evaluator.evaluate("softmax", teacher, is_original=True)
+        evaluator.evaluate("raw swap", self.model)
+        evaluator.evaluate_windows(teacher)
 
-    def describe_student(self) -> dict[str, Any]:
+    def transfer(self, model: Any) -> Any:
+        """Train the recurrent layers on the teacher."""
+        args = self.args
+        if not args.transfer_steps:
+            self.log("transfer is skipped: 0 steps")
+            return model
+        rate = args.transfer_learning_rate or TRANSFER_RATE
+        trainer = TransferTrainer(
+            model,
+            self.stage("transfer", args.transfer_steps, rate),
+            transfer=StudentTransfer(model, self.teacher),
+            best=self.best(),
+            train_dataset=self.rows,
+            data_collator=default_collate,
+        )
+        self.train(trainer, "transfer")
+        return self.gathered(trainer, self.load_model)
+
+    def output_added(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """Return the parameters of the recurrent layers."""
+        return recurrent_parameters(model)
+
+    def prepare(self, model: Any) -> Any:
+        """Return the student, whose trained parameters are free."""
+        added = {id(p) for p in recurrent_parameters(model).values()}
+        for p in model.parameters():
+            p.requires_grad_(self.args.train == "full" or id(p) in added)
+        return model
+
+    @property
+    def trainer_class(self) -> Any:  # type: ignore[override]
+        """The trainer, whose added parameters are those of the recurrent layers."""
+        return StudentTrainer
+
+    def make_teacher(self, model: Any, chunk: int | None = None) -> Teacher:
+        """Return the function that computes the teacher's predictions."""
+        with_layers = self.args.hidden_states > 0
+        return other_teacher(
+            self.teacher, partial(predictions, with_layers=with_layers, chunk=chunk)
+        )
+
+    def describe(self) -> dict[str, Any]:
         """Return what the results say of the student."""
         config = self.model.config
-        kinds = config.layer_types
-        return {"student": {"class": config.model_type, "layer_types": kinds}}
+        return {"student": {"class": config.model_type, "layer_types": config.layer_types}}
+
+
+class StudentTrainer(LogitDistillationTrainer):
+    """Distillation in which ``extras_learning_rate`` is that of recurrent layers."""
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Return the optimizer, with a group for each rate and decay."""
+        numbers = recurrent_layers(self.model)
+        own = {id(p) for x in numbers.values() for p in x.parameters()}
+        self.names = {n for n, p in self.model.named_parameters() if id(p) in own}
+        return super().create_optimizer(model)
+
+    def is_added(self, name: str) -> bool:
+        """Return whether a parameter is that of a recurrent layer."""
+        return name in self.names
 
 
 def require_student_settings(config: Any) -> None:
@@ -137,12 +190,10 @@ def require_student_settings(config: Any) -> None:
         "transfer_from": (None, "each student has a transfer of its own"),
         "transfer_target": ("output", "a recurrent layer of a stock class has no weights of keys"),
         "layers_at_once": (None, "all recurrent layers are transferred at once"),
-        "calibration_rows": (0, "the gates of a student start from `attnzoo convert`"),
         "cross_entropy": (0.0, "the teacher is not tuned on the text"),
         "window_dropout": (0.0, "a recurrent layer of a stock class has no window"),
-        "train_on": ("all", "only whole texts are tested"),
+        "completion_only_loss": (False, "only whole texts are tested"),
         "teacher_dtype": (None, "the teacher is a model of its own, which is evaluated too"),
-        "offload_teacher": (False, "the teacher is a model of its own, which is evaluated too"),
         "dtype": ("float32", "recurrent layers are trained, which need float32"),
     }
     for name, (value, reason) in unset.items():
@@ -156,9 +207,9 @@ def require_student_settings(config: Any) -> None:
             "train='lora' has no adapters for the recurrent layers of a stock class; give "
             "'full', or 'extras' to train the recurrent layers alone"
         )
-    if config.loop.cp_size > 1:
+    if config.cp_size > 1:
         raise ConfigError(
-            f"cp_size={config.loop.cp_size} splits rows over processes, which a recurrent layer "
+            f"cp_size={config.cp_size} splits rows over processes, which a recurrent layer "
             "of a stock class does not support; leave it out, or give shorter rows"
         )
 
@@ -276,6 +327,7 @@ class StudentTransfer:
 
     def __init__(self, model: nn.Module, teacher: nn.Module) -> None:
         self.model, self.teacher = model, teacher
+        self.step = 0
         self.attended: dict[int, Attended] = {}
         self.errors: dict[int, Tensor] = {}
 
@@ -330,10 +382,14 @@ class StudentTransfer:
 
         return hook
 
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the mean relative error of the recurrent layers, for a :class:`Stage`."""
-        inputs = {**model_inputs(batch), "logits_to_keep": 1}
-        device = batch["input_ids"].device
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of the recurrent layers."""
+        return list(recurrent_parameters(self.model).values())
+
+    def run(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+        """Return the mean relative error of the recurrent layers in a forward pass."""
+        inputs = {**inputs, "logits_to_keep": 1}
+        device = inputs["input_ids"].device
         if next(self.teacher.parameters()).device != device:
             self.teacher.to(device)
         self.errors = {}
@@ -341,21 +397,3 @@ class StudentTransfer:
             self.teacher(**inputs)
         model(**inputs)
         return torch.stack(list(self.errors.values())).mean()
-
-
-def transfer_student(run: StudentRun, config: Any) -> PreTrainedModel:
-    """Train the recurrent layers of a run's student on its teacher; return the student."""
-    model: PreTrainedModel = run.model
-    if not config.transfer_steps:
-        run.log("transfer is skipped: 0 steps")
-        return model
-    rate = config.transfer_lr or TRANSFER_LR
-    with StudentTransfer(model, run.teacher) as transfer:
-        stage = Stage(
-            name="transfer",
-            steps=config.transfer_steps,
-            groups=[{"params": list(recurrent_parameters(model).values()), "lr": rate}],
-            loss=transfer.loss,
-        )
-        trained: PreTrainedModel = run.loop.run(model, stage, run.load_model)
-    return trained

@@ -28,6 +28,7 @@ keys whose weights are compared.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,6 +40,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from attnzoo.backends.block_sparse import BlockSparseBackend
 from attnzoo.contract.backend import AttentionBackend
@@ -54,7 +56,6 @@ from attnzoo.ops.window.cpu.band import band_attention_cpp, band_cpp_reasons
 from attnzoo.ops.window.pattern import Band
 from attnzoo.registry import build_backend
 from attnzoo.runtime.autocast import autocast_disabled
-from attnzoo.training.sharding import is_sharded
 
 MIN_WEIGHT = 1e-20  # smaller or negative attention weights are clamped and get no gradient
 # options that the kernel of the softmax target does not support
@@ -202,7 +203,7 @@ class Transfer:
                 backend.on_index = None
 
     def _check_sharding(self, model: nn.Module, args: Any) -> None:
-        self.sharded = is_sharded(model)
+        self.sharded = any(isinstance(p, DTensor) for p in model.parameters())  # by FSDP2
 
     def _detach(
         self, backend: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -275,6 +276,20 @@ class Transfer:
             return output._replace(out=exact)
 
         return hook
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of the trained layers."""
+        return [p for name in self.trained for p in self.backends[name].parameters()]
+
+    def run(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+        """Return the loss of a forward pass of a model, possibly wrapped, on its arguments.
+
+        The logits of one token are computed, where the model can do so: they are not compared, and
+        can take more memory than all else.
+        """
+        known = inspect.signature(type(self.model).forward).parameters
+        one = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+        return self.loss(model(**inputs, **one)[0])
 
     def loss(self, logits: Tensor | None = None) -> Tensor:
         """Return the mean loss of the trained layers in the last forward pass, a scalar.

@@ -1,0 +1,408 @@
+"""Attention transfer and distillation as two trainers of transformers.
+
+Batches, optimizers, schedules, precision, several processes, checkpoints and trackers are
+``Trainer``'s. What is added: learning rates by group, checkpoints of what is trained only, a stage
+that ends in its best state, a stop at the first number that is not finite, and context parallelism.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.data_loader import prepare_data_loader
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.data import DataLoader
+from transformers import Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from attnzoo.errors import AttnzooError, ConfigError
+from attnzoo.hf.context_parallel import check_model, context_parallel
+from attnzoo.hf.layers import attention_layers
+from attnzoo.hf.names import NAME
+from attnzoo.training.arguments import RecoveryArguments
+from attnzoo.training.callbacks import BestState
+from attnzoo.training.distil import (
+    Loss,
+    Teacher,
+    distil_loss,
+    hidden_loss,
+    model_inputs,
+    softmax_teacher,
+)
+from attnzoo.training.transfer import Transfer, extras
+
+STATE = "trainer_state.json"  # the file that Trainer writes last into a checkpoint
+
+
+class DivergenceError(AttnzooError):
+    """A loss, a gradient or an output is NaN or infinite."""
+
+
+class StageTrainer(Trainer):
+    """Base of the trainers of recovery: one stage, whose loss is :meth:`stage_loss`.
+
+    All parameters that require a gradient are trained: those of backends with
+    ``extras_learning_rate``, the weights of attention layers with ``attention_learning_rate``, all
+    others with ``learning_rate``.
+
+    Args:
+        model: The model.
+        args: Arguments of the stage.
+        best: Keeps the best state; the last one is kept when ``None``.
+        kwargs: Further arguments of ``Trainer``.
+
+    Raises:
+        ConfigError: ``cp_size`` does not divide the number of processes.
+    """
+
+    def __init__(
+        self, model: Any, args: RecoveryArguments, *, best: BestState | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(model, args, **kwargs)
+        self.mesh = context_mesh(self.accelerator, args.cp_size)
+        if self.mesh is not None:
+            check_model(model)
+        self.best = best
+        if best is not None:
+            best.trainer = self
+            self.add_callback(best)
+
+    def stage_loss(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        """Return the loss of a model on a batch, a scalar."""
+        raise NotImplementedError
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """Return :meth:`stage_loss`; over all labels of a step if ``num_items_in_batch`` is."""
+        processes = self.accelerator.num_processes
+        if num_items_in_batch is not None:
+            inputs = {**inputs, "num_items_in_batch": torch.as_tensor(num_items_in_batch).float()}
+        loss = self.stage_loss(model, inputs)
+        if num_items_in_batch is not None:
+            loss = loss * processes  # whose gradients are averaged
+        if processes > 1:
+            loss = loss + _zero(p for p in self.model.parameters() if p.requires_grad)
+        return (loss, {}) if return_outputs else loss
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Return the optimizer of ``args.optim``, with a group for each rate and decay."""
+        if self.optimizer is None:
+            model = self.model if model is None else model
+            decayed = set(self.get_decay_parameter_names(model))
+            attention = {id(p) for x in attention_layers(model) for p in x.module.parameters()}
+            groups: dict[tuple[float, float], dict[str, Any]] = {}
+            for name, p in model.named_parameters():
+                if p.requires_grad:
+                    rate = self._rate(name, in_attention=id(p) in attention)
+                    decay = self.args.weight_decay if name in decayed else 0.0
+                    group = groups.setdefault(
+                        (rate, decay), {"params": [], "lr": rate, "weight_decay": decay}
+                    )
+                    group["params"].append(p)
+            cls, options = self.get_optimizer_cls_and_kwargs(self.args, model)
+            self.optimizer = cls(list(groups.values()), **options)
+        return self.optimizer
+
+    def _rate(self, name: str, *, in_attention: bool) -> float:
+        args: Any = self.args
+        if self.is_added(name):
+            return float(args.extras_learning_rate)
+        if in_attention and args.attention_learning_rate is not None:
+            return float(args.attention_learning_rate)
+        return float(args.learning_rate)
+
+    def is_added(self, name: str) -> bool:
+        """Return whether a parameter is not the original model's, by its name."""
+        return f".{NAME}." in name
+
+    def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
+        """Train, and leave the model in its best state.
+
+        Args:
+            resume_from_checkpoint: ``True`` for the last whole checkpoint in ``args.output_dir``,
+                if there is one.
+            kwargs: As of ``Trainer``.
+        """
+        folder = Path(str(self.args.output_dir))
+        checkpoint = None
+        if resume_from_checkpoint is True:
+            checkpoint = last_checkpoint(folder, self.accelerator.num_processes)
+        elif resume_from_checkpoint:
+            checkpoint = Path(resume_from_checkpoint)
+        if checkpoint is not None and self.best is not None:
+            self.best.load(checkpoint)
+        if checkpoint is not None and steps_of(checkpoint) >= self.args.max_steps:
+            self._load_finished(checkpoint)
+            return None
+        found = super().train(None if checkpoint is None else str(checkpoint), **kwargs)
+        self._finish()
+        return found
+
+    def _load_finished(self, checkpoint: Path) -> None:
+        """Load the weights of a stage that is finished; ``Trainer`` would take one more step."""
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            self.model_wrapped = self.accelerator.prepare(self.model)
+            self.model = self.accelerator.unwrap_model(self.model_wrapped)
+            self._load_from_checkpoint(str(checkpoint), self.model_wrapped)
+        else:
+            self._load_from_checkpoint(str(checkpoint))
+        self._finish()
+
+    def _finish(self) -> None:
+        if self.best is not None:
+            self.best.restore()
+        # removes Accelerate's autocast from forward: models are evaluated in float32
+        self.accelerator.unwrap_model(self.model_wrapped, keep_fp32_wrapper=False)
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Take a step on a batch, of which this process has a part under context parallelism.
+
+        Raises:
+            DivergenceError: The loss is not finite.
+        """
+        split: Any = nullcontext(inputs)
+        if self.mesh is not None:
+            split = context_parallel(self.model, self._prepare_inputs(inputs), self.mesh["cp"])
+        with split as own:
+            loss: Tensor = super().training_step(model, own, num_items_in_batch)
+        self._require_finite(loss, "loss")
+        return loss
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        norm = super()._clip_grad_norm(model)
+        if norm is not None and self.accelerator.scaler is None:
+            self._require_finite(norm, "norm of the gradient")
+        return norm
+
+    def _require_finite(self, number: Any, what: str) -> None:
+        if not math.isfinite(float(number)):
+            raise DivergenceError(
+                f"Training diverged: the {what} is {float(number)} in step "
+                f"{self.state.global_step + 1} of {self.args.output_dir}. The last checkpoint is "
+                "kept, and no model is saved. Start again with another --output-dir and a smaller "
+                "rate (--transfer-learning-rate for transfer; --learning-rate and "
+                "--extras-learning-rate for other stages)"
+            )
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        count = super()._get_num_items_in_batch(batch_samples, device)
+        if count is None or self.mesh is None:
+            return count
+        return count / self.args.cp_size  # the processes of a group have the same rows
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return the batches, the same for all processes that split rows."""
+        if self.mesh is None:
+            return super().get_train_dataloader()
+        sampler = torch.utils.data.RandomSampler(
+            self.train_dataset, generator=torch.Generator().manual_seed(self.args.seed)
+        )
+        groups = self.accelerator.num_processes // self.args.cp_size
+        loader: Any = prepare_data_loader(
+            DataLoader(
+                self.train_dataset,
+                batch_size=self.args.per_device_train_batch_size * groups,
+                sampler=sampler,
+                collate_fn=self.data_collator,
+                drop_last=True,
+            ),
+            self.accelerator.device,
+            split_batches=True,
+            put_on_device=True,
+            rng_types=list(self.accelerator.rng_types),
+            use_seedable_sampler=True,
+            torch_device_mesh=self.mesh,
+        )
+        loader._is_accelerate_prepared = True
+        return loader
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        if self.best is not None:
+            name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            self.best.save(Path(str(self.args.output_dir)) / name)
+        super()._save_checkpoint(model, trial)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Write what is trained, while training; frozen weights are in the model's folder."""
+        if not self.is_in_train or self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            super()._save(output_dir, state_dict)
+        elif self.args.should_save:
+            folder = Path(str(output_dir))
+            folder.mkdir(parents=True, exist_ok=True)
+            trained = {n for n, p in self.model.named_parameters() if p.requires_grad}
+            state = {n: x for n, x in self.model.state_dict().items() if n in trained}
+            save_file(
+                {n: x.detach().contiguous() for n, x in state.items()},
+                folder / "model.safetensors",
+                metadata={"format": "pt"},
+            )
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Say nothing of frozen weights, which a checkpoint does not have."""
+
+
+class TransferTrainer(StageTrainer):
+    """Train what backends add: each layer to softmax's output on softmax's inputs.
+
+    Args:
+        model: A swapped model; all its parameters but those of the layers are frozen.
+        args: ``transfer_target``, and ``learning_rate`` of what is trained.
+        layers: Names of the layers; all with parameters when ``None``.
+        transfer: Another :class:`~attnzoo.training.transfer.Transfer`, such as that of a student.
+        kwargs: As of :class:`StageTrainer`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        args: RecoveryArguments,
+        *,
+        layers: Iterable[str] | None = None,
+        transfer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        target: Any = args.transfer_target
+        self.transfer = Transfer(model, layers, target=target) if transfer is None else transfer
+        trained = {id(p) for p in self.transfer.parameters()}
+        for p in model.parameters():
+            p.requires_grad_(id(p) in trained)
+        super().__init__(model, args, **kwargs)
+        self.model_accepts_loss_kwargs = False  # a ratio of sums over a micro-batch
+
+    def _rate(self, name: str, *, in_attention: bool) -> float:
+        return float(self.args.learning_rate)
+
+    def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
+        """Train inside of the hooks of :class:`~attnzoo.training.transfer.Transfer`."""
+        with self.transfer:
+            return super().train(resume_from_checkpoint, **kwargs)
+
+    def stage_loss(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        """Return the mean loss of the layers."""
+        self.transfer.step = self.state.global_step
+        return self.transfer.run(model, model_inputs(batch))
+
+
+class LogitDistillationTrainer(StageTrainer):
+    """Train a model, or its adapters, to the predictions of softmax.
+
+    Args:
+        model: A swapped model, possibly with adapters; what requires a gradient is trained.
+        args: ``cross_entropy``, ``top_k``, ``hidden_states`` and ``label_smoothing_factor``.
+        teacher: Returns the targets, a function of :mod:`attnzoo.training.distil`; the model itself
+            with softmax when ``None``, which is a copy if its own weights are trained.
+        chunk: Tokens whose logits are computed at once; ``None`` for all.
+        is_encoder: Whether the last hidden states are compared, in place of predictions.
+        kwargs: As of :class:`StageTrainer`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        args: RecoveryArguments,
+        *,
+        teacher: Teacher | None = None,
+        chunk: int | None = None,
+        is_encoder: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if teacher is None:
+            own = extras(model).values()
+            ids = {id(p) for p in own}
+            adapters = hasattr(model, "peft_config")
+            weights = [p for p in model.parameters() if p.requires_grad and id(p) not in ids]
+            teacher = softmax_teacher(
+                model,
+                weights_change=bool(weights) and not adapters,
+                context_parallel=args.cp_size > 1,
+            )
+        self.loss: Loss = (
+            hidden_loss(teacher)
+            if is_encoder
+            else distil_loss(
+                teacher,
+                cross_entropy=args.cross_entropy,
+                top_k=args.top_k,
+                hidden_states=args.hidden_states,
+                label_smoothing=args.label_smoothing_factor,
+                chunk=chunk,
+            )
+        )
+        super().__init__(model, args, **kwargs)
+        self.model_accepts_loss_kwargs = not is_encoder  # divides by the labels of a step
+
+    def stage_loss(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        """Return the loss of :func:`~attnzoo.training.distil.distil_loss`."""
+        return self.loss(model, batch)
+
+
+def steps_of(checkpoint: Path) -> int:
+    """Return the steps of a checkpoint."""
+    return int(json.loads((checkpoint / STATE).read_text("utf-8"))["global_step"])
+
+
+def last_checkpoint(folder: Path, processes: int = 1) -> Path | None:
+    """Return the last checkpoint that is whole, if any.
+
+    ``Trainer`` writes its state last, and each process the state of its random numbers.
+    """
+    found = []
+    for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        try:
+            steps = steps_of(path)
+        except (OSError, ValueError, KeyError):
+            continue  # it was cut short
+        if len(list(path.glob("rng_state*.pth"))) >= processes:
+            found.append((steps, path))
+    return max(found)[1] if found else None
+
+
+def context_mesh(accelerator: Any, cp_size: int) -> DeviceMesh | None:
+    """Return the process mesh with dimensions ``dp_replicate`` and ``cp``, Accelerate's names.
+
+    Accelerate's own ``cp_size`` enables torch's context parallelism, which supports torch's
+    attention only.
+
+    Raises:
+        ConfigError: The number of processes is not divisible by ``cp_size``.
+    """
+    if cp_size == 1:
+        return None
+    config = accelerator.parallelism_config
+    if config is not None and (config.cp_enabled or config.sp_enabled):
+        raise ConfigError(
+            "Accelerate is launched with its own cp_size or sp_size, which supports torch's "
+            "attention only; remove it there and give --cp-size alone"
+        )
+    count = accelerator.num_processes
+    if count % cp_size:
+        raise ConfigError(
+            f"{count} processes do not divide into groups of cp_size={cp_size} that share rows; "
+            f"start a multiple of {cp_size}, such as torchrun --nproc-per-node {cp_size}"
+        )
+    shape, names = (count // cp_size, cp_size), ("dp_replicate", "cp")
+    return init_device_mesh(accelerator.device.type, shape, mesh_dim_names=names)
+
+
+def _zero(parameters: Iterable[nn.Parameter]) -> Tensor | float:
+    """Return a zero with a gradient (of zeros) for every parameter.
+
+    torch's DistributedDataParallel waits for the gradient of every parameter, but a window as wide
+    as the rows gives the linear branch none.
+    """
+    return sum((0 * p.float().sum() for p in parameters), 0.0)
