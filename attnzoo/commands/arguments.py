@@ -188,8 +188,10 @@ def parse(command: str, argv: Sequence[str], classes: Sequence[type]) -> tuple[A
     for action in actions.values():
         if action.dest in config:
             action.default, action.required = config[action.dest], False
-    if not torch.accelerator.is_available() and "use_cpu" not in config:
-        parser.set_defaults(use_cpu=True)  # else transformers refuses bf16 there
+    if not torch.accelerator.is_available():
+        # without use_cpu transformers refuses bf16, which TRL's default is and many CPUs are slow in
+        defaults = {"use_cpu": True, "bf16": False}
+        parser.set_defaults(**{name: x for name, x in defaults.items() if name not in config})
     found, unknown = parser.parse_known_args(argv)
     for text in unknown:
         if text.startswith("-"):

@@ -361,6 +361,8 @@ def tokenize_example(example: dict[str, Any], tokenizer: Any) -> dict[str, list[
     messages, chat = example.get("messages"), not isinstance(example.get("prompt"), str)
     if chat and getattr(tokenizer, "chat_template", None) is None:
         raise DataError("The data have messages, but the model's tokenizer has no chat template")
+    if messages is not None and not tokenizer.is_fast:
+        raise DataError("'messages' need a fast tokenizer; give 'prompt' and 'completion'")
     if messages is not None:
         try:
             template = trl.get_training_chat_template(tokenizer)

@@ -1,126 +1,243 @@
-"""Fine-tuning of a swapped model, with an equally trained softmax model as baseline."""
+"""Fine-tuning by TRL's trainers: the result, the softmax baseline, documents of packed rows."""
 
 import json
-import shutil
 
+import datasets
 import pytest
 import torch
 import transformers as hf
-from safetensors import safe_open
+import trl
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import attnzoo
 from attnzoo.errors import ConfigError, SpecError
-from attnzoo.training.eval_rows import rows_to_eval_batch
-from attnzoo.training.finetune import FinetuneConfig, finetune
-from attnzoo.training.loading import load_rows
-from attnzoo.training.loop import LoopConfig, read_losses
-from attnzoo.training.quality import evaluate_rows
+from attnzoo.training.finetune import finetune
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*checkpointing. is deprecated:FutureWarning")
 
 
-def config(**changes):
-    loop = LoopConfig(batch_size=4, checkpoint_every=3)
-    options = {"steps": 8, "row_length": 32, "judged_rows": 2, "weights_lr": 3e-3, "train": "full"}
-    return FinetuneConfig(**{**options, "loop": loop, **changes})
+def config(out, kind=trl.SFTConfig, **changes):
+    options = {"max_steps": 6, "learning_rate": 3e-3, "per_device_train_batch_size": 4}
+    options |= (
+        {"max_length": 48, "packing": True, "packing_strategy": "bfd_split"}
+        if kind is trl.SFTConfig
+        else {}
+    )
+    options |= {"bf16": False, "use_cpu": True, "report_to": "none", "disable_tqdm": True}
+    options |= {"gradient_checkpointing": False, "save_steps": 3, "logging_steps": 1}
+    return kind(str(out), **{**options, **changes})
 
 
-def test_swap_without_extras_is_finetuned(saved, text, tmp_path):
+def losses(out):
+    last = max(out.glob("checkpoint-*"), key=lambda x: int(x.name.rpartition("-")[2]))
+    state = json.loads((last / "trainer_state.json").read_text())
+    return [line["loss"] for line in state["log_history"] if "loss" in line]
+
+
+def test_a_swap_is_finetuned_beside_softmax(saved, text, tmp_path):
     spec = attnzoo.AttentionSpec("longformer", window=4)
-    outcome = finetune(saved, spec, [text], tmp_path / "out", config(steps=30))
-    lines = outcome["lines"]
+    out = tmp_path / "out"
+    found = finetune(saved, spec, [text], config(out, max_steps=20))
+    lines = found["lines"]
     assert lines["result"]["loss"] < lines["raw swap"]["loss"] - 0.1
     assert lines["softmax tuned"]["loss"] < lines["softmax"]["loss"] - 0.1
-    assert outcome["window"] == 4
-    assert {line["stage"] for line in read_losses(tmp_path / "out")} == {"softmax", "finetune"}
-    written = json.loads((tmp_path / "out" / "finetuning.json").read_text())
-    assert written["lines"] == lines
-    assert set(written["decoding"]["result"]["milliseconds"]) == {"16"}
-    model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert json.loads((out / "finetuning.json").read_text()) == found
+    assert "of softmax tuned" in found["verdict"]
+    model = hf.AutoModelForCausalLM.from_pretrained(out)
     assert model.config.attnzoo["backend"] == "longformer"
     # the saved model is already swapped, so it takes no spec
-    more = finetune(
-        tmp_path / "out", None, [text], tmp_path / "more", config(tune_softmax=False, steps=2)
-    )
+    more = finetune(out, None, [text], config(tmp_path / "more", max_steps=1), compare=False)
     assert more["lines"]["raw swap"]["loss"] == pytest.approx(lines["result"]["loss"])
     assert "softmax tuned" not in more["lines"]
 
 
-@pytest.mark.parametrize("train", ["full", "lora"])
-def test_a_bfloat16_model_comes_back_in_bfloat16(saved, text, spec, tmp_path, train):
-    """It is trained in float32; the results are those of the rounded weights."""
-    source, out = tmp_path / "source", tmp_path / "out"
-    shutil.copytree(saved, source)
-    hf.AutoModelForCausalLM.from_pretrained(saved, dtype=torch.bfloat16).save_pretrained(source)
-    options = config(train=train, tune_softmax=False, steps=3)
-    outcome = finetune(source, spec, [text], out, options)
-    with safe_open(out / "model.safetensors", "pt") as weights:
-        found = {weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
-    assert found == {"BF16"}
-    assert hf.AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
-    model = hf.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
-    _, held_out = load_rows(saved, [text], "text", options)
-    loss = evaluate_rows(model, rows_to_eval_batch(held_out, 2)).loss
-    assert outcome["lines"]["result"]["loss"] == pytest.approx(loss, rel=1e-6)
+class Stopped(Exception):
+    pass
 
 
-def test_softmax_baseline_takes_the_same_steps(saved, text, spec, tmp_path):
-    """The baseline equals fine-tuning with the backend ``softmax``."""
-    swapped = finetune(saved, spec, [text], tmp_path / "a", config())
-    exact = attnzoo.AttentionSpec("softmax")
-    same = finetune(saved, exact, [text], tmp_path / "b", config(tune_softmax=False))
-    tuned = swapped["lines"]["softmax tuned"]["loss"]
-    assert tuned == pytest.approx(same["lines"]["result"]["loss"], rel=1e-4)
-    _, held_out = load_rows(saved, [text], "text", config())
-    model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "b")
-    assert evaluate_rows(model, rows_to_eval_batch(held_out, 2)).loss == pytest.approx(
-        tuned, rel=1e-4
+@pytest.fixture
+def stop_after(monkeypatch):
+    """A function that lets so many steps of all trainers together run, and no more."""
+    step = hf.Trainer.training_step
+
+    def limit(steps):
+        left = iter(range(steps))
+
+        def training_step(*args, **options):
+            if next(left, None) is None:
+                raise Stopped
+            return step(*args, **options)
+
+        monkeypatch.setattr(hf.Trainer, "training_step", training_step)
+
+    return limit
+
+
+@pytest.mark.parametrize("steps", [4, 10, 12])
+def test_a_resumed_run_equals_an_uninterrupted_one(saved, text, spec, tmp_path, stop_after, steps):
+    """After a stop in each stage, and in its evaluation; a checkpoint cut short is left out."""
+    whole = finetune(saved, spec, [text], config(tmp_path / "whole"))
+    stop_after(steps)
+    out = tmp_path / "parts"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("attnzoo.training.finetune._save", raise_stopped)
+        with pytest.raises(Stopped):
+            finetune(saved, spec, [text], config(out))
+    (out / "checkpoint-99").mkdir()
+    with pytest.raises(ConfigError, match="holds a run; give another output_dir, or resume"):
+        finetune(saved, spec, [text], config(out))
+    with pytest.raises(ConfigError, match="holds a run with other arguments"):
+        finetune(saved, spec, [text], config(out, seed=9, resume_from_checkpoint="True"))
+    stop_after(12 - steps // 3 * 3)
+    resumed = finetune(saved, spec, [text], config(out, resume_from_checkpoint="True"))
+    assert resumed["lines"] == whole["lines"]
+    (out / "checkpoint-99").rmdir()
+    assert losses(out) == losses(tmp_path / "whole")
+
+
+def raise_stopped(*_):
+    raise Stopped
+
+
+def test_adapters_are_merged(saved, text, spec, tmp_path):
+    """And the backends' own parameters are trained beside them."""
+    out = tmp_path / "out"
+    adapters = trl.ModelConfig(use_peft=True, lora_r=4, lora_target_modules=["q_proj", "o_proj"])
+    found = finetune(saved, spec, [text], config(out), adapters, compare=False)
+    model, old = (hf.AutoModelForCausalLM.from_pretrained(x) for x in (out, saved))
+    fresh = attnzoo.swap(hf.AutoModelForCausalLM.from_pretrained(saved), spec)
+    name = "model.layers.1.self_attn.attnzoo.far_log_weight"
+    assert not torch.equal(model.get_parameter(name), fresh.get_parameter(name))
+    trained = {n for n, p in old.named_parameters() if not torch.equal(p, model.get_parameter(n))}
+    assert {n.split(".")[-2] for n in trained} == {"q_proj", "o_proj"}
+    again = finetune(out, None, [text], config(tmp_path / "more", max_steps=1), compare=False)
+    assert again["lines"]["raw swap"]["loss"] == pytest.approx(found["lines"]["result"]["loss"])
+
+
+@pytest.mark.parametrize("kind", ["messages", "completions"])
+def test_examples(saved, spec, tmp_path, kind):
+    """Loss and held-out rows have completions only; of the assistant in messages."""
+    source, words = tmp_path / "source", ["<unk>", "</s>", *map(str, range(40)), "a", "b"]
+    made = Tokenizer(models.WordLevel({w: n for n, w in enumerate(words)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }} </s>"
+        "{% endgeneration %}{% else %}{{ m.content }} {% endif %}{% endfor %}"
     )
+    special = {"unk_token": "<unk>", "eos_token": "</s>", "chat_template": template}
+    hf.PreTrainedTokenizerFast(tokenizer_object=made, **special).save_pretrained(source)
+    hf.AutoModelForCausalLM.from_pretrained(saved).save_pretrained(source)
+    lines = []
+    for n in range(40):
+        pair = {"prompt": f"{n} ", "completion": "a b " * (n % 5 + 1)}
+        roles = zip(("user", "assistant"), pair.values(), strict=True)
+        messages = [{"role": role, "content": content} for role, content in roles]
+        lines.append(json.dumps(pair if kind == "completions" else {"messages": messages}))
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    options = {"packing": False, "max_steps": 12, "learning_rate": 1e-2}
+    chosen, other = "completion_only_loss", "assistant_only_loss"
+    chosen, other = (other, chosen) if kind == "messages" else (chosen, other)
+    run = source, spec, [tmp_path / "data.jsonl"]
+    args = config(tmp_path / "out", **options, **{chosen: True})
+    found = finetune(*run, args, compare=False)["lines"]
+    assert found["result"]["loss"] < found["raw swap"]["loss"] - 1
+    assert found["result"]["recall"] is None
+    with pytest.raises(ConfigError, match=f"give {chosen}|You set `assistant_only_loss=True`"):
+        finetune(*run, config(tmp_path / "new", **options, **{other: True}))
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(saved, text, spec, tmp_path_factory):
-    """The results and the losses of an uninterrupted run."""
-    out = tmp_path_factory.mktemp("uninterrupted") / "out"
-    return finetune(saved, spec, [text], out, config(train="lora")), read_losses(out)
+WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]", "alpha", "beta", "gamma", "delta"]
 
 
-@pytest.mark.parametrize("steps", [4, 8, 13])
-def test_resumed_run_equals_uninterrupted_run(
-    saved, text, spec, tmp_path, interrupt, uninterrupted, steps
-):
-    """After a stop in the softmax stage, at its end, and in the stage of the swapped model."""
-    run = saved, spec, [text], tmp_path / "out", config(train="lora")
-    interrupt(steps, finetune, *run)
-    resumed = finetune(*run, resume=True)
-    expected, losses = uninterrupted
-    assert read_losses(tmp_path / "out") == losses
-    assert resumed["lines"] == expected["lines"]
+def save_encoder(path, **special):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": len(WORDS), "hidden_size": 32, "intermediate_size": 48}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 32}
+    hf.BertForMaskedLM(hf.BertConfig(**sizes)).save_pretrained(path)
+    tokens = Tokenizer(models.WordLevel({w: n for n, w in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokens.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokens.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
+    special |= {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    made = hf.PreTrainedTokenizerFast(tokenizer_object=tokens, unk_token="[UNK]", **special)
+    made.save_pretrained(path)
+    return path
 
 
-def test_invalid_arguments_are_refused(saved, text, tmp_path):
+def test_an_encoder_learns_masked_words(tmp_path):
+    """One word follows another, so that masked words can be predicted."""
+    lines = [" ".join(WORDS[5 + (n + i) % 4] for i in range(6 + n % 9)) for n in range(80)]
+    data = tmp_path / "texts.jsonl"
+    data.write_text("\n".join(json.dumps({"text": line, "n": n}) for n, line in enumerate(lines)))
+    encoder = save_encoder(tmp_path / "bert", mask_token="[MASK]")
+    spec, out = attnzoo.AttentionSpec("linear", feature_map="hedgehog", window=2), tmp_path / "out"
+    options = {"max_steps": 40, "per_device_train_batch_size": 8, "learning_rate": 5e-3}
+    found = finetune(encoder, spec, [data], config(out, hf.TrainingArguments, **options))
+    lines = found["lines"]
+    assert lines["result"]["loss"] < lines["raw swap"]["loss"] - 0.3
+    assert lines["softmax tuned"]["accuracy"] > lines["softmax"]["accuracy"] + 0.1
+    assert "nats per masked token" in found["verdict"]
+    assert hf.AutoModelForMaskedLM.from_pretrained(out).config.attnzoo["backend"] == "linear"
+    again, adapters = tmp_path / "again", trl.ModelConfig(use_peft=True)
+    args = config(again, hf.TrainingArguments, max_steps=2)
+    more = finetune(out, None, [data], args, adapters, compare=False)["lines"]
+    assert more["raw swap"] == lines["result"]
+    old, new = (hf.AutoModelForMaskedLM.from_pretrained(x) for x in (out, again))
+    changed = {n for n, p in old.named_parameters() if not torch.equal(p, new.get_parameter(n))}
+    assert {n.rpartition(".")[2] for n in changed if ".attnzoo." not in n} == {"weight"}
+    assert any(".attnzoo." in n for n in changed)
+    without = save_encoder(tmp_path / "without")
+    with pytest.raises(SpecError, match="has no mask token"):
+        finetune(without, spec, [data], config(tmp_path / "new", hf.TrainingArguments))
+
+
+def test_invalid_arguments_are_refused(saved, text, spec, tmp_path):
     with pytest.raises(SpecError, match="is not swapped; give an attention"):
-        finetune(saved, None, [text], tmp_path / "out", config())
-    with pytest.raises(ConfigError, match="steps must be at least 1"):
-        config(steps=0)
-    near = attnzoo.AttentionSpec("longformer", window=4)
-    with pytest.raises(SpecError, match="needs a layer with a window and a linear branch"):
-        finetune(saved, near, [text], tmp_path / "out", config(window_dropout=0.5))
-    with pytest.raises(SpecError, match="no parameters of their own"):
-        finetune(saved, near, [text], tmp_path / "new", config(train="extras"))
+        finetune(saved, None, [text], config(tmp_path / "out"))
+    with pytest.raises(ConfigError, match="max_length"):
+        finetune(saved, spec, [text], config(tmp_path / "out", max_length=None))
 
 
-def test_precision_and_gradient_checkpointing(saved, text, spec, tmp_path):
-    """Autocast changes the losses within bfloat16's precision; checkpointing does not."""
-    found = {}
-    for name, changes in (
-        ("plain", {}),
-        ("checkpointing", {"gradient_checkpointing": True}),
-        ("bf16", {"loop": LoopConfig(batch_size=4, precision="bf16")}),
-    ):
-        options = config(tune_softmax=False, **changes)
-        finetune(saved, spec, [text], tmp_path / name, options)
-        found[name] = torch.tensor([x["loss"] for x in read_losses(tmp_path / name)])
-        model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / name)
-        assert {p.dtype for p in model.parameters()} == {torch.float32}
-    torch.testing.assert_close(found["checkpointing"], found["plain"])
-    assert not torch.equal(found["bf16"], found["plain"])
-    torch.testing.assert_close(found["bf16"], found["plain"], rtol=0.03, atol=0)
+BACKENDS = [
+    *(("softmax", {}), ("flash", {"window": 5, "num_sinks": 2}), ("longformer", {"window": 7})),
+    *(("linear", {"feature_map": "hedgehog"}), ("linear", {"feature_map": "taylor", "window": 3})),
+    ("gated_linear", {"gate": "gla", "feature_map": "hedgehog", "window": 4}),
+    ("gated_linear", {"gate": "mlstm"}),
+    ("delta", {"short_convolution": 4, "output_gate": True, "window": 3}),
+    *(("performer", {"num_features": 20}), ("reformer", {"chunk_size": 4})),
+    ("block_sparse", {"block_size": 4, "window": 6, "top_k": 2}),
+]
+
+
+def test_documents_of_packed_rows_do_not_see_each_other(saved, tmp_path):
+    """The hidden states of each are those of the document alone, in float64."""
+    texts = ["the dog", "a long story about a cat that sat on the mat", "hello", "one two three"]
+    model = hf.AutoModelForCausalLM.from_pretrained(saved)
+    trainer = trl.SFTTrainer(
+        model=model,
+        args=config(tmp_path / "out", max_length=70, per_device_train_batch_size=2),
+        train_dataset=datasets.Dataset.from_dict({"text": texts}),
+        processing_class=hf.AutoTokenizer.from_pretrained(saved),
+    )
+    batch = next(iter(trainer.get_train_dataloader()))
+    lengths = batch["cu_seq_lens_q"].diff().tolist()
+    assert len(lengths) == 4
+    model.double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)  # attention is far from uniform
+    states = []
+    model.base_model.register_forward_hook(lambda *x: states.append(x[-1].last_hidden_state))
+    for name, options in BACKENDS:
+        attnzoo.swap(model, name, **options)
+        model.double()
+        states.clear()
+        with torch.no_grad():
+            trainer.compute_loss(model, dict(batch))
+            for ids in batch["input_ids"].split(lengths, 1):
+                model(ids, use_cache=False)
+        packed, *alone = states
+        error = (packed - torch.cat(alone, 1)).abs().max()
+        assert error < 1e-12, (name, options, error)
+        attnzoo.restore(model)
