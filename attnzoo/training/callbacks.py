@@ -63,6 +63,13 @@ class Score:
         return found
 
 
+def log_metrics(trainer: Any, metrics: dict[str, float]) -> None:
+    """Log numbers; the losses that are due in the same step are logged all the same."""
+    due = trainer.control.should_log
+    trainer.log(metrics)
+    trainer.control.should_log = due
+
+
 def is_due(args: Any, state: Any) -> bool:
     """Return whether a stage is evaluated after this step: by ``eval_steps``, and at its end."""
     every = args.eval_steps * state.max_steps if args.eval_steps < 1 else args.eval_steps
@@ -112,7 +119,7 @@ class BestState(TrainerCallback):  # type: ignore[misc]
         if self.best is None or score.is_better_than(self.best):
             self.best = score
             self.state = [p.detach().clone() for p in self._parameters()]
-        self.trainer.log(score.metrics())
+        log_metrics(self.trainer, score.metrics())
 
     def restore(self) -> None:
         """Give the model its best state."""
@@ -222,7 +229,7 @@ class HeadEntropy(TrainerCallback):  # type: ignore[misc]
         }
         # a model that diverges has none; the loss of its next step explains that
         if means and all(map(math.isfinite, means.values())):
-            self.trainer.log(means)
+            log_metrics(self.trainer, means)
 
 
 @torch.no_grad()

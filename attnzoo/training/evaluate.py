@@ -57,7 +57,7 @@ class Evaluator:
         path: Folder of the original or of the saved, swapped model.
         held_out: Held-out rows.
         load_held_out: Returns held-out rows of another length.
-        rows: Number of rows that are evaluated.
+        rows: Number of rows that are evaluated; :data:`ROWS` when ``None``.
         target_length: Tokens for which the swap is meant; rows of that length are evaluated too.
         generates: Whether greedy generation is measured.
         log: Called with progress messages.
@@ -78,7 +78,7 @@ class Evaluator:
         held_out: Any,
         load_held_out: Callable[[int], Any],
         *,
-        rows: int = ROWS,
+        rows: int | None = None,
         target_length: int | None = None,
         generates: bool = True,
         log: Log = lambda text: None,
@@ -87,7 +87,7 @@ class Evaluator:
         self.target_length = target_length
         self.lines: dict[str, Any] = {}
         encode = StringTokenizer(path) if generates else None
-        self.batch = rows_to_eval_batch(held_out, rows, encode)
+        self.batch = rows_to_eval_batch(held_out, rows or ROWS, encode)
         self.long_batches: Mapping[int, EvalBatch] = MappingProxyType({})
         if held_out.labels is None:
             self.long_batches = make_long_batches(
@@ -95,7 +95,7 @@ class Evaluator:
                 load_held_out,
                 row_length=self.row_length,
                 target_length=target_length,
-                count=rows,
+                count=rows or ROWS,
                 log=log,
             )
             if self.batch.repeated is None:
@@ -179,14 +179,15 @@ class EncoderEvaluator:
 
     Args:
         held_out: Held-out texts.
-        rows: Number of texts that are evaluated.
+        rows: Number of texts that are evaluated; :data:`ROWS` when ``None``.
         log: Called with progress messages.
     """
 
-    def __init__(self, held_out: Texts, *, rows: int = ROWS, log: Log = lambda text: None) -> None:
-        self.texts = Texts(
-            tokens=held_out.tokens[:rows], attention_mask=held_out.attention_mask[:rows]
-        )
+    def __init__(
+        self, held_out: Texts, *, rows: int | None = None, log: Log = lambda text: None
+    ) -> None:
+        n = rows or ROWS
+        self.texts = Texts(tokens=held_out.tokens[:n], attention_mask=held_out.attention_mask[:n])
         self.log, self.window = log, 0
         self.lines: dict[str, Any] = {}
 

@@ -1,6 +1,5 @@
 import importlib.util
 import sys
-from itertools import count
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ import transformers as hf
 import attnzoo
 from attnzoo.cli import main
 from attnzoo.evaluation.models import embedded_model_path
-from tests.training.short_runs import HELD_OUT_ROWS, shorten_runs
+from tests.training.short_runs import shorten_runs
 from tests.training.student_pair import TEACHERS
 
 
@@ -42,11 +41,9 @@ def model():
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _short_runs(request):
-    # a search for rates decides by standard errors over the rows
-    rows = {"held_out_rows": HELD_OUT_ROWS} if request.path.stem.startswith("test_lr_find") else {}
+def _short_runs():
     with pytest.MonkeyPatch.context() as patch:
-        shorten_runs(patch.setattr, **rows)
+        shorten_runs(patch.setattr)
         yield
 
 
@@ -105,38 +102,6 @@ def folders(pairs, to):
 def one_pair(pairs):
     """The folder of both models of one class, for what does not depend on the class."""
     return pairs["qwen3_5_text"]
-
-
-class Stop(Exception):
-    pass
-
-
-@pytest.fixture(scope="session")
-def interrupt():
-    """A function that calls a training function and stops it after a number of steps."""
-
-    def call(steps, train, *args, **options):
-        calls = count(1)
-
-        def on_step(stage, step, loss):
-            if next(calls) == steps:
-                raise Stop
-
-        with pytest.raises(Stop):
-            train(*args, **options, on_step=on_step)
-
-    return call
-
-
-@pytest.fixture(scope="module")
-def wide(saved, tmp_path_factory):
-    """The folder of a model with tensors above and below 4,096 weights, and an embedding above."""
-    torch.manual_seed(0)
-    config = hf.AutoConfig.from_pretrained(saved)
-    config.hidden_size, config.intermediate_size, config.head_dim = 64, 96, 16
-    hf.LlamaForCausalLM(config).save_pretrained(path := tmp_path_factory.mktemp("wide"))
-    hf.AutoTokenizer.from_pretrained(saved).save_pretrained(path)
-    return path
 
 
 @pytest.fixture(scope="session")

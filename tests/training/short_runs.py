@@ -1,37 +1,49 @@
-"""Shorten the measurements and plots of a run: with a tiny model they take most of its time."""
+"""Shorten the measurements of a run: with a tiny model they take most of its time."""
 
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 from attnzoo.evaluation import generation
 from attnzoo.evaluation.equal_memory import EqualWindow
-from attnzoo.report import page
-from attnzoo.training import best_state, head_entropy, lengths, rates, results
+from attnzoo.training import evaluate, lengths, recover, results
+from attnzoo.training.arguments import RecoveryArguments
 
-HELD_OUT_ROWS = best_state.ROWS  # of a run that is not shortened
+STEPS = {
+    "transfer_steps": 5,
+    "max_steps": 6,
+    "max_length": 32,
+    "per_device_train_batch_size": 4,
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "logging_steps": 1,
+}
 
 
-def shorten_runs(patch: Callable[[object, str, Any], None], *, held_out_rows: int = 4) -> None:
-    """Reduce the lengths of measurements, and leave out the pictures of the report.
+def shorten_runs(patch: Callable[[object, str, Any], None]) -> None:
+    """Reduce the lengths and the rows of measurements.
 
     Args:
         patch: Sets an attribute: ``setattr``, or that of a ``MonkeyPatch``.
-        held_out_rows: Rows on which a stage's states are compared, five times a stage.
     """
-    write_pages = results.write_pages
-
-    def write_without_pictures(*args: Any) -> None:
-        with pytest.MonkeyPatch.context() as context:
-            context.setattr(page, "to_svg", lambda plot: "<svg></svg>")
-            write_pages(*args)
-
     windows = EqualWindow(length=16, windows={0: 2, 1: 2}, swap_bytes=1, exact_bytes=8)
-    patch(best_state, "ROWS", held_out_rows)
+    patch(recover, "JUDGED", 4)
+    patch(recover, "CLOSE", 0.0)  # swaps of models with random weights start close to softmax
+    patch(evaluate, "ROWS", 2)
     patch(lengths, "equal_window", lambda path, spec, length: windows)
     patch(results, "LENGTHS", (16,))
     patch(generation, "NEW_TOKENS", 8)
-    patch(head_entropy, "MEASUREMENTS", 2)
-    patch(rates, "CLOSE", 0.0)  # swaps of models with random weights start close to softmax
-    patch(results, "write_pages", write_without_pictures)
+
+
+def arguments(out: Any, **changes: Any) -> RecoveryArguments:
+    """Return the arguments of a short run in a folder."""
+    return RecoveryArguments(output_dir=str(out), **{**STEPS, **changes})
+
+
+def losses(results: Any) -> list[tuple[str, int, float]]:
+    """Return the losses of a run by stage and step."""
+    return [
+        (stage, line["step"], line["loss"])
+        for stage, lines in results["losses"].items()
+        for line in lines
+        if "loss" in line
+    ]
