@@ -10,9 +10,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalToken
 from attnzoo.errors import AttnzooError
 from attnzoo.hf.saving.card import FILE
 from attnzoo.report.atomic_write import atomic_write
-from attnzoo.training.checkpoints import FOLDER, RUN
 
-NOT_UPLOADED = (f"{FOLDER}/*", RUN, "logs/*", "*.partial/*")
+NOT_UPLOADED = ("checkpoints/*", "*.partial/*")
 
 
 class PublishError(AttnzooError):
@@ -66,7 +65,8 @@ def publish(folder: Path, repo: str) -> str:
     except (HfHubHTTPError, OSError) as error:
         raise PublishError(
             f"The upload to {repo!r} failed: {_first_line(error)}. The model in {str(folder)!r} is "
-            "complete: run the same command with --resume, which uploads it again"
+            "complete: run the same command with --resume-from-checkpoint True, which uploads it "
+            "again"
         ) from error
     return str(commit.commit_url)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -54,6 +55,7 @@ from attnzoo.training.evaluate import EncoderEvaluator, Evaluator
 from attnzoo.training.four_bits import config_of_4_bits
 from attnzoo.training.loading import load_causal, load_model
 from attnzoo.training.plan import weights_fingerprint
+from attnzoo.training.publish import prepare_repo, publish
 from attnzoo.training.results import RunFolder, save_model
 from attnzoo.training.reuse import reuse_transfer
 from attnzoo.training.trainer import (
@@ -114,12 +116,20 @@ def recover(
         AttnzooError: An argument is invalid.
         DivergenceError: A loss, a gradient or an output is not finite.
     """
+    repo = None
+    if args.push_to_hub and PartialState().is_main_process:  # before anything is trained
+        name = args.hub_model_id or Path(str(args.output_dir)).resolve().name
+        repo = prepare_repo(name, private=args.hub_private_repo)
     if teacher is not None:
         from attnzoo.training.student import StudentRecovery
 
-        return StudentRecovery(path, None, data, args, log, teacher).run()
-    kind = EncoderRecovery if is_encoder(path) else Recovery
-    return kind(path, spec, data, args, log, weights).run(calibrate=calibrate)
+        results = StudentRecovery(path, None, data, args, log, teacher).run()
+    else:
+        kind = EncoderRecovery if is_encoder(path) else Recovery
+        results = kind(path, spec, data, args, log, weights).run(calibrate=calibrate)
+    if repo is not None:
+        log(f"Hub:    {publish(Path(str(args.output_dir)), repo)}")
+    return results
 
 
 class Recovery:
@@ -151,6 +161,11 @@ class Recovery:
         self.path, self.spec, self.data, self.args = path, spec, data, args
         self.state = PartialState()
         self.log: Log = log if self.state.is_main_process else lambda text: None
+        if (launched := int(os.environ.get("WORLD_SIZE", "1"))) != self.state.num_processes:
+            raise ConfigError(
+                f"{launched} processes are launched, but Accelerate sees "
+                f"{self.state.num_processes}; call recover() before other uses of Accelerate"
+            )
         self.check_arguments()
         if args.train == "lora":
             require_peft()
@@ -264,7 +279,11 @@ class Recovery:
         """Check the GPU kernels that the model needs and that have no verdict yet."""
         row = self.rows[0]
         inputs = {name: x[None] for name, x in row.items() if name != "labels"}
-        check_model_kernels(self.model, inputs, self.log, generate=self.generates)
+        autocast: Any = nullcontext()
+        if self.args.bf16:
+            autocast = torch.autocast(self.args.device.type, torch.bfloat16)
+        with autocast:
+            check_model_kernels(self.model, inputs, self.log, generate=self.generates)
 
     def evaluate_baselines(self) -> None:
         """Evaluate the untrained model with softmax, with its swap, and with windows."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import DistributedType
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -67,6 +68,12 @@ class StageTrainer(Trainer):
         self, model: Any, args: RecoveryArguments, *, best: BestState | None = None, **kwargs: Any
     ) -> None:
         super().__init__(model, args, **kwargs)
+        if args.fsdp and self.accelerator.distributed_type != DistributedType.FSDP:
+            raise ConfigError(
+                "fsdp is given, but Accelerate does not shard these processes "
+                f"({self.accelerator.distributed_type}, {self.accelerator.num_processes} of them "
+                f"on {self.accelerator.device.type}); FSDP needs several processes with GPUs"
+            )
         self.mesh = context_mesh(self.accelerator, args.cp_size)
         if self.mesh is not None:
             check_model(model)

@@ -2,14 +2,12 @@
 
 import json
 
-import pytest
 import torch
 
 import attnzoo
-from attnzoo.errors import ConfigError
 from attnzoo.evaluation.rows import Rows
 from attnzoo.training.calibrate import calibrate
-from attnzoo.training.recover import RecoverConfig, recover
+from attnzoo.training.recover import recover
 from tests.training.test_reuse import config
 
 DELTA = {"window": 4, "chunk_size": 8}
@@ -37,14 +35,12 @@ def test_recovery_reports_the_attention_that_gates_start_from(saved, text, tmp_p
     spec = attnzoo.AttentionSpec("delta", layers={"1": "flash"}, **DELTA)
     lines = []
     out = tmp_path / "out"
-    results = recover(saved, spec, [text], out, config(calibration_rows=3), log=lines.append)
+    results = recover(saved, spec, [text], config(out), calibrate=True, log=lines.append)
     (row,) = results["calibration"]
     assert any(line.startswith(f"{row['layer']}: {row['beyond']:.0%} of the at") for line in lines)
     assert json.loads((out / "recovery.json").read_text())["calibration"] == [row]
     assert f"| {row['layer']} | {row['beyond']:.0%} |" in (out / "README.md").read_text()
-    plain = recover(saved, spec, [text], tmp_path / "plain", config(calibration_rows=0))
+    plain = recover(saved, spec, [text], config(tmp_path / "plain"))
     assert "calibration" not in plain
     assert plain["lines"]["raw swap"] == results["lines"]["raw swap"]
     assert plain["lines"]["result"] != results["lines"]["result"]
-    with pytest.raises(ConfigError, match="calibration_rows must not be negative, got -1"):
-        RecoverConfig(calibration_rows=-1)

@@ -11,9 +11,10 @@ from attnzoo.cli import main
 from attnzoo.commands import terminal
 from attnzoo.compare import maps
 from attnzoo.errors import ConfigError
-from attnzoo.training import loading, plan, recover
-from attnzoo.training.sharding import make_accelerator
-from attnzoo.training.train_config import TrainConfig
+from attnzoo.training import data as data_module
+from attnzoo.training import plan, recover
+from attnzoo.training.trainer import StageTrainer
+from tests.training.short_runs import arguments
 
 
 @pytest.fixture
@@ -34,34 +35,34 @@ def attnzoo(monkeypatch, capsys):
 def test_an_interrupted_run_names_the_command_that_resumes_it(
     attnzoo, saved, text, tmp_path, monkeypatch
 ):
-    """Until the run has a folder, there is nothing to resume."""
-    command = ["recover", saved, "--data", text, "--attention", "linear", "--length", 32]
-    command += ["--set", "feature_map=hedgehog"]
-    command += ["--batch", 4, "--transfer-steps", 4, "--distil-steps", 0, "--train", "extras"]
-    command += ["--checkpoint-every", 1, "--out", tmp_path / "a run"]
-    real = recover._transfer
+    """Until there is a checkpoint, there is nothing to resume."""
+    command = ["recover", saved, "--data", text, "--attention", "linear:feature_map=hedgehog"]
+    command += ["--max-length", 32, "--per-device-train-batch-size", 4, "--transfer-steps", 4]
+    command += ["--max-steps", 0, "--train", "extras", "--save-steps", 1, "--disable-tqdm", "1"]
+    command += ["--output-dir", tmp_path / "a run"]
 
-    def interrupted(*_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(recover, "is_encoder", interrupted)
         code, _, err = attnzoo(*command)
-        assert (code, "nothing was written" in err) == (130, True)
-    calls = iter(range(100))
-    on_step = "attnzoo.training.progress.TrainingProgress.on_step"
+        assert (code, "there is nothing to resume" in err) == (130, True)
+    calls, step = iter(range(100)), StageTrainer.training_step
     with monkeypatch.context() as patch:
-        patch.setattr(on_step, lambda *_: interrupted() if next(calls) == 2 else None)
+        patch.setattr(
+            StageTrainer,
+            "training_step",
+            lambda *given: interrupted() if next(calls) == 2 else step(*given),
+        )
         code, _, err = attnzoo(*command)
-    expected = f"attnzoo {' '.join(map(str, command[:-1]))} '{tmp_path}/a run' --resume"
-    assert (code, err.splitlines()[-1]) == (130, expected)
-    steps = {path.name for path in (tmp_path / "a run" / "checkpoints").glob("step-*")}
-    assert steps == {"step-000001", "step-000002"}
-    assert recover._transfer is real
-    code, out, _ = attnzoo(*command, "--resume")
+    expected = f"attnzoo {' '.join(map(str, command[:-1]))} '{tmp_path}/a run'"
+    assert code == 130
+    assert err.splitlines()[-1] == f"{expected} --resume-from-checkpoint True"
+    code, out, _ = attnzoo(*command, "--resume-from-checkpoint", "True")
     assert code == 0
     assert "raw swap" in out
-    code, again, _ = attnzoo(*command, "--resume")
+    code, again, _ = attnzoo(*command, "--resume-from-checkpoint", "True")
     assert code == 0
     assert "The run is finished" in again
     assert out.splitlines()[-8:] == again.splitlines()[-8:]
@@ -70,7 +71,7 @@ def test_an_interrupted_run_names_the_command_that_resumes_it(
 def test_outputs_are_checked_before_anything_is_measured(
     attnzoo, saved, text, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(loading, "load_rows", None)
+    monkeypatch.setattr(data_module, "load_rows", None)
     monkeypatch.setattr(plan, "make_plan", None)
     monkeypatch.setattr(maps, "make_maps", None)
     (tmp_path / "file").write_text("mine")
@@ -79,7 +80,7 @@ def test_outputs_are_checked_before_anything_is_measured(
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     below = tmp_path / "file" / "below"
     data = ["--data", text]
-    for arguments, message in (
+    for given, message in (
         (["plan", saved, *data, "--out", tmp_path / "file"], "exists; give --overwrite"),
         (["plan", saved, *data, "--out", tmp_path], "is a folder; give --out a file"),
         (["plan", saved, *data, "--out", tmp_path / "link"], "is a link to"),
@@ -92,9 +93,9 @@ def test_outputs_are_checked_before_anything_is_measured(
         (["swap", saved, "--attention", "flash", "--out", below], "cannot be written"),
         (["tasks", "--task", "mqar", "--out", below], "cannot be written"),
     ):
-        code, _, err = attnzoo(*arguments)
-        assert code == 2, arguments
-        assert message in err, arguments
+        code, _, err = attnzoo(*given)
+        assert code == 2, given
+        assert message in err, given
     assert (tmp_path / "file").read_text() == "mine"
     assert (tmp_path / "maps" / "maps.json").read_text() == "mine"
 
@@ -121,36 +122,15 @@ def test_brackets_are_printed_as_they_are(attnzoo, saved, text, tmp_path):
     assert "'[red][/x]'" in err
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("nope", r"must be a tracker of Accelerate \(.*tensorboard.*\), got 'nope'"),
-        ("tensorbord", "Did you mean 'tensorboard'"),
-        ("dvclive", "needs the package dvclive, which is not installed"),
-    ],
-)
-def test_an_unknown_tracker_is_refused(name, message):
-    with pytest.raises(ConfigError, match=message):
-        TrainConfig(report_to=name)
-    assert TrainConfig(report_to="tensorboard").report_to == "tensorboard"
-
-
-def test_launch_config(attnzoo):
-    code, printed, _ = attnzoo("launch-config", "fsdp2")
-    assert code == 0
-    assert "fsdp_version: 2\n" in printed
-    assert "launch_configs" not in printed
-    code, _, err = attnzoo("launch-config", "fsdp")
-    assert code == 2
-    assert "Did you mean 'fsdp2'? Available: ddp, deepspeed_zero2, deepspeed_zero3, fsdp2." in err
-
-
-def test_launched_processes_that_accelerate_does_not_see_are_refused(monkeypatch, tmp_path):
+def test_launched_processes_that_accelerate_does_not_see_are_refused(
+    monkeypatch, saved, text, spec, tmp_path
+):
     """Each would train alone in the same folder."""
     Accelerator()  # this process is alone from now on
     monkeypatch.setenv("WORLD_SIZE", "2")
+    args = arguments(tmp_path / "out")
     with pytest.raises(ConfigError, match="2 processes are launched, but Accelerate sees 1"):
-        make_accelerator(0, tracker=None, logs=tmp_path)
+        recover.recover(saved, spec, [text], args)
 
 
 def test_processes_of_one_machine_print_one_error(attnzoo, monkeypatch):

@@ -10,7 +10,6 @@ import transformers as hf
 from accelerate.utils import DistributedType
 
 import attnzoo
-from attnzoo.errors import ConfigError
 from attnzoo.hf import logits as logits_in_chunks
 from attnzoo.hf.adapters.lora import with_adapters
 from attnzoo.hf.logits import chunk_reason
@@ -22,7 +21,6 @@ from attnzoo.training.distil import (
     predictions,
     softmax_teacher,
 )
-from attnzoo.training.recover import RecoverConfig
 
 MASK = torch.ones(2, 5)
 
@@ -262,18 +260,6 @@ def test_a_teacher_in_bfloat16_is_the_model_in_bfloat16(model):
     assert errors[0] < 2 * errors[1]  # the same sums in another order
     assert errors[1] < 0.05 * float(exact.norm())
     assert {p.dtype for p in swapped.parameters()} == {torch.float32}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"train": "lora", "offload_teacher": True}, "shares the frozen weights"),
-        ({"train": "full", "teacher_dtype": "int8"}, "8 bits are not supported"),
-    ],
-)
-def test_settings_of_a_teacher_that_cannot_be_are_refused(options, message):
-    with pytest.raises(ConfigError, match=message):
-        RecoverConfig(**options)
 
 
 @pytest.mark.parametrize("weights_change", [True, False])

@@ -9,18 +9,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import attnzoo
 from attnzoo.errors import ConfigError, SpecError
+from attnzoo.evaluation.embeddings import EmbeddingSimilarity, Texts, embeddings
 from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.training.data import DataError, RowOptions, load_documents, split_documents
-from attnzoo.training.encoder import (
-    EmbeddingSimilarity,
-    Texts,
-    embeddings,
-    is_encoder,
-    tokenize_texts,
-    verdict,
-)
-from attnzoo.training.loop import LoopConfig, read_losses
-from attnzoo.training.recover import RecoverConfig, recover
+from attnzoo.training.encoder import is_encoder, tokenize_texts, verdict
+from attnzoo.training.recover import recover
+from tests.training.short_runs import arguments, losses
 
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "alpha", "beta", "gamma", "delta"]
 SPEC = attnzoo.AttentionSpec("linear", feature_map="hedgehog", window=2)
@@ -71,14 +65,13 @@ def lines(tmp_path):
     return path
 
 
-def config(**options):
-    loop = LoopConfig(batch_size=8, checkpoint_every=2)
-    given = {"transfer_steps": 4, "distil_steps": 4, "row_length": 16, "judged_rows": 8}
-    return RecoverConfig(**{**given, "loop": loop, **options})
+def config(out, **options):
+    given = {"transfer_steps": 4, "max_steps": 4, "max_length": 16, "save_steps": 2}
+    return arguments(out, **{**given, "per_device_train_batch_size": 8, **options})
 
 
 def test_frozen_weights_in_bfloat16_are_no_part_of_the_result(encoder, lines, tmp_path):
-    recover(encoder, SPEC, [lines], out := tmp_path / "out", config(dtype="bfloat16"))
+    recover(encoder, SPEC, [lines], config(out := tmp_path / "out", dtype="bfloat16"))
     saved, exact = (hf.AutoModelForMaskedLM.from_pretrained(p).state_dict() for p in (out, encoder))
     frozen = [n for n in exact if "LayerNorm" in n or "embeddings" in n]
     assert frozen
@@ -90,11 +83,9 @@ def test_frozen_weights_in_bfloat16_are_no_part_of_the_result(encoder, lines, tm
 def test_texts_of_a_command_are_as_alone(encoder, lines, attnzoo_command, tmp_path):
     """Short texts of JSON lines, padded beside longer ones, against each text without padding."""
     out, swap = tmp_path / "out", {"feature_map": "hedgehog", "window": 2}
-    arguments = ["--attention", "linear", *(f"--set={k}={v}" for k, v in swap.items())]
-    steps = ["--transfer-steps", "1", "--distil-steps", "1", "--length", "32"]
-    attnzoo_command(
-        "recover", str(encoder), "--data", str(lines), "--out", str(out), *arguments, *steps
-    )
+    given = ["--attention", "linear:feature_map=hedgehog,window=2"]
+    steps = ["--transfer-steps", "1", "--max-steps", "1", "--max-length", "32"]
+    attnzoo_command("recover", encoder, "--data", lines, "--output-dir", out, *given, *steps)
     found = json.loads((out / "recovery.json").read_text())["lines"]["raw swap"]["cosine"]
     tokenizer = hf.AutoTokenizer.from_pretrained(encoder)
     held_out = [*split_documents(load_documents([lines], RowOptions(), None))[1]["text"]]
@@ -115,7 +106,7 @@ def test_texts_of_a_command_are_as_alone(encoder, lines, attnzoo_command, tmp_pa
 @pytest.mark.parametrize("train", ["extras", "lora", "full"])
 def test_trained_weights_and_results(encoder, lines, tmp_path, train):
     out = tmp_path / "out"
-    results = recover(encoder, SPEC, [lines], out, config(train=train))
+    results = recover(encoder, SPEC, [lines], config(out, train=train))
     assert results == json.loads((out / "recovery.json").read_text())
     assert results["lines"]["softmax"]["cosine"] == pytest.approx(1, abs=1e-6)
     assert set(results["lines"]) >= {"raw swap", "window alone", "near branch alone", "result"}
@@ -136,27 +127,17 @@ def test_recovery_raises_the_cosine(encoder, lines, tmp_path):
         encoder,
         SPEC,
         [lines],
-        tmp_path / "out",
-        config(transfer_steps=30, distil_steps=30, train="full", weights_lr=3e-3),
+        config(tmp_path / "out", transfer_steps=30, max_steps=30, train="full", learning_rate=3e-3),
     )
     raw, result = (results["lines"][name]["cosine"] for name in ("raw swap", "result"))
     assert 1 - result < 0.5 * (1 - raw)
 
 
-def test_resumed_run_equals_uninterrupted_run(encoder, lines, tmp_path, interrupt):
-    expected = recover(encoder, SPEC, [lines], tmp_path / "expected" / "out", config(train="full"))
-    run = encoder, SPEC, [lines], tmp_path / "out", config(train="full")
-    interrupt(7, recover, *run)
-    assert recover(*run, resume=True) == expected
-    assert read_losses(tmp_path / "out") == read_losses(tmp_path / "expected" / "out")
-
-
 def test_dropout_is_disabled(encoder, lines, tmp_path):
     """Without dropout, the loss of an exact swap is 0."""
     flash = attnzoo.AttentionSpec("flash")
-    options = config(transfer_steps=0, distil_steps=2, train="lora")
-    recover(encoder, flash, [lines], tmp_path / "out", options)
-    assert all(line["loss"] < 1e-9 for line in read_losses(tmp_path / "out"))
+    options = config(tmp_path / "out", transfer_steps=0, max_steps=2, train="lora")
+    assert all(x < 1e-9 for _, _, x in losses(recover(encoder, flash, [lines], options)))
 
 
 def test_tokenize_texts_splits_and_pads(encoder):
@@ -204,11 +185,13 @@ def test_verdict_begins_with_a_result_worse_than_its_window():
 def test_invalid_arguments_are_refused(encoder, lines, saved, tmp_path):
     out = tmp_path / "out"
     with pytest.raises(ConfigError, match="cross_entropy applies to predicted tokens"):
-        recover(encoder, SPEC, [lines], out, config(cross_entropy=0.5))
+        recover(encoder, SPEC, [lines], config(out, cross_entropy=0.5))
     with pytest.raises(ConfigError, match="top_k applies to predicted tokens"):
-        recover(encoder, SPEC, [lines], out, config(top_k=4))
-    with pytest.raises(ConfigError, match="distilled to its last hidden states only"):
-        recover(encoder, SPEC, [lines], out, config(hidden_states=1.0))
+        recover(encoder, SPEC, [lines], config(out, top_k=4))
+    with pytest.raises(ConfigError, match="hidden_states applies to predicted tokens"):
+        recover(encoder, SPEC, [lines], config(out, hidden_states=1.0))
+    with pytest.raises(DataError, match="longer than the 32 positions of the encoder"):
+        recover(encoder, SPEC, [lines], config(out, max_length=33))
     assert not out.exists()
     assert is_encoder(encoder)
     assert not is_encoder(saved)
@@ -222,7 +205,6 @@ def test_invalid_arguments_are_refused(encoder, lines, saved, tmp_path):
 
 def test_a_bfloat16_encoder_comes_back_in_bfloat16(encoder, lines, tmp_path):
     hf.BertForMaskedLM.from_pretrained(encoder, dtype=torch.bfloat16).save_pretrained(encoder)
-    options = config(transfer_steps=2, distil_steps=2, train="full")
-    recover(encoder, SPEC, [lines], tmp_path / "out", options)
+    recover(encoder, SPEC, [lines], config(tmp_path / "out", train="full"))
     model = hf.BertForMaskedLM.from_pretrained(tmp_path / "out")
     assert {x.dtype for x in model.parameters()} == {torch.bfloat16}

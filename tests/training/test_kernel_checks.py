@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import attnzoo
-from attnzoo.training import evaluate_command, runs
-from attnzoo.training.evaluate_command import evaluate
-from attnzoo.training.finetune import FinetuneConfig, finetune
-from attnzoo.training.loop import LoopConfig
-from attnzoo.training.recover import RecoverConfig, recover
+from attnzoo.training import evaluate as evaluation
+from attnzoo.training import recover as recovery
+from attnzoo.training.evaluate import evaluate
+from attnzoo.training.recover import recover
 from tests.training.conftest import tiny_llama
+from tests.training.short_runs import arguments
 
 
 class Checked(Exception):
@@ -26,30 +26,22 @@ def checked(monkeypatch):
         calls["swapped"] = [row.backend for row in attnzoo.describe(model)]
         raise Checked
 
-    for module in (runs, evaluate_command):
+    for module in (recovery, evaluation):
         monkeypatch.setattr(module, "check_model_kernels", check)
     return calls
 
 
-@pytest.mark.parametrize(
-    ("train", "config", "generates"),
-    [(recover, RecoverConfig, True), (finetune, FinetuneConfig, False)],
-)
-@pytest.mark.parametrize("precision", [None, "bf16"])
-def test_a_run_checks_a_training_row(
-    train, config, generates, precision, checked, saved, text, spec, tmp_path
-):
-    loop = LoopConfig(batch_size=4, precision=precision)
-    options = config(row_length=32, judged_rows=2, loop=loop)
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_run_checks_a_training_row(bf16, checked, saved, text, spec, tmp_path):
     with pytest.raises(Checked):
-        train(saved, spec, [text], tmp_path / "out", options)
+        recover(saved, spec, [text], arguments(tmp_path / "out", bf16=bf16))
     inputs = checked["inputs"]
     assert {name: tuple(x.shape) for name, x in inputs.items()} == {
         "input_ids": (1, 32),
         "position_ids": (1, 32),
     }
     assert checked["swapped"] == ["gated_linear"] * 2
-    assert (checked["generate"], checked["autocast"]) == (generates, precision == "bf16")
+    assert (checked["generate"], checked["autocast"]) == (True, bf16)
 
 
 def test_evaluation_checks_the_saved_model(checked, text, saved, tmp_path):

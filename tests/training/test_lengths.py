@@ -7,10 +7,12 @@ import torch
 
 from attnzoo.evaluation.equal_memory import EqualWindow
 from attnzoo.evaluation.rows import Rows
-from attnzoo.training.evaluate_command import evaluate
+from attnzoo.training import evaluate as evaluation
+from attnzoo.training.evaluate import evaluate
 from attnzoo.training.lengths import equal_sentence, make_long_batches
-from attnzoo.training.recover import RecoverConfig, recover
+from attnzoo.training.recover import recover
 from attnzoo.training.report import card, longer_tables
+from tests.training.short_runs import arguments
 from tests.training.test_verdict import made
 
 WINDOW = EqualWindow(length=64, windows={0: 24, 1: 24}, swap_bytes=1, exact_bytes=8)
@@ -50,10 +52,10 @@ def test_who_wins_at_equal_memory():
 @pytest.fixture(scope="module")
 def recovered(saved, text, spec, tmp_path_factory):
     out = tmp_path_factory.mktemp("run") / "out"
-    config = RecoverConfig(
-        transfer_steps=1, distil_steps=0, row_length=16, judged_rows=8, target_length=32
-    )
-    return out, recover(saved, spec, [text], out, config)
+    args = arguments(out, transfer_steps=1, max_steps=0, max_length=16, target_length=32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluation, "ROWS", 8)
+        return out, recover(saved, spec, [text], args)
 
 
 def test_recovery_has_the_window_of_equal_memory_and_longer_rows(recovered):

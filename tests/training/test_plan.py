@@ -23,7 +23,8 @@ from attnzoo.training.plan import (
     read_plan,
     weights_fingerprint,
 )
-from attnzoo.training.recover import RecoverConfig, recover
+from attnzoo.training.recover import recover
+from tests.training.short_runs import arguments
 
 TOKENS = torch.randint(3, 300, (6, 40), generator=torch.Generator().manual_seed(2))
 ROWS = Rows.of_documents(TOKENS)
@@ -120,12 +121,12 @@ def test_recovery_by_a_saved_plan(saved, text, tmp_path):
     assert not calibrated
     assert spec.to_dict() == plan.spec.to_dict()
     assert [spec.for_layer(n).backend for n in (0, 1)].count("flash") == 1
-    config = RecoverConfig(transfer_steps=0, distil_steps=2, row_length=32, judged_rows=2)
-    recover(saved, spec, [text], tmp_path / "out", config, weights=weights)
+    args = arguments(tmp_path / "out", transfer_steps=0, max_steps=2)
+    recover(saved, spec, [text], args, weights=weights)
     model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.config.attnzoo == spec.to_dict(defaults=True)
     with pytest.raises(SpecError, match="made for a model with other weights"):
-        recover(saved, spec, [text], tmp_path / "other", config, weights="0123")
+        recover(saved, spec, [text], arguments(tmp_path / "other"), weights="0123")
     (tmp_path / "bare.json").write_text(json.dumps(spec.to_dict()))
     assert read_plan(tmp_path / "bare.json")[1] is None
 

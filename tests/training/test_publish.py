@@ -73,29 +73,30 @@ def command(saved, text, tmp_path):
     shutil.copytree(saved, base)
     (base / "README.md").write_text(CARD)
     return [
-        *("recover", base, "--data", text, "--attention", "gated_linear", "--set", "window=4"),
-        *("--length", 32, "--batch", 4, "--transfer-steps", 2, "--distil-steps", 3),
-        *("--train", "extras", "--evaluate-every", 0, "--out", tmp_path / "swapped"),
+        *("recover", base, "--data", text, "--attention", "gated_linear:window=4"),
+        *("--max-length", 32, "--per-device-train-batch-size", 4, "--transfer-steps", 2),
+        *("--max-steps", 3, "--disable-tqdm", "True"),
+        *("--train", "extras", "--eval-strategy", "no", "--output-dir", tmp_path / "swapped"),
     ]
 
 
 def test_one_command_publishes_a_model_whose_card_loads_it(
     run, hub, command, saved, text, tmp_path, monkeypatch
 ):
-    code, out, err = run(*command, "--push-to-hub", "--hub-private-repo")
+    code, out, err = run(*command, "--push-to-hub", "--hub-private-repo", "True")
     assert code == 0, err
     assert "Hub:    hub/me/swapped/commit" in out
     assert hub.calls == [("create", "swapped", True), ("upload", "me/swapped")]
     folder = hub.root / "me" / "swapped"
     uploaded = {str(x.relative_to(folder)) for x in folder.rglob("*") if x.is_file()}
     assert {"config.json", "model.safetensors", "README.md", "recovery.json"} <= uploaded
-    assert not uploaded & {"run.json", "checkpoints/lines.json"}
+    assert not uploaded & {"run.json", "checkpoints/run.json"}
     card = ModelCard((folder / "README.md").read_text())
     assert card.data.base_model == "org/base"
     assert (card.data.license, card.data.language) == ("mit", ["en"])
     assert (card.data.library_name, card.data.tags) == ("transformers", ["attnzoo"])
     about = json.loads((folder / "recovery.json").read_text())["about"]
-    expected = f"{5 * 4 * 32:,} tokens (256 in transfer, 384 in distil): {about['rows']} rows of 32"
+    expected = f"in 5 steps (2 of transfer, 3 of distil) on 4 of {about['rows']} rows of 32 tokens"
     assert expected in card.text
     assert f"of attnzoo {attnzoo.__version__}" in card.text
     assert f"tokens from {text.name}. Another {about['held_out_rows']} rows are held" in card.text
@@ -111,7 +112,10 @@ def test_one_command_publishes_a_model_whose_card_loads_it(
 
 def test_a_finished_run_is_uploaded_by_resuming_it(run, hub, command):
     assert run(*command)[0] == 0
-    code, out, _ = run(*command, "--resume", "--push-to-hub", "--hub-model-id", "org/name")
+    code, out, _ = run(
+        *(*command, "--resume-from-checkpoint", "True", "--push-to-hub"),
+        *("--hub-model-id", "org/name"),
+    )
     assert code == 0
     assert "The run is finished" in out
     assert hub.calls == [("create", "org/name", None), ("upload", "org/name")]
@@ -139,17 +143,13 @@ def test_a_failed_upload_names_the_complete_model(hub, tmp_path, monkeypatch):
         publish.publish(tmp_path, "org/name")
 
 
-def test_options_of_the_repository_need_the_upload(run, command):
-    code, _, err = run(*command, "--hub-model-id", "org/name")
-    assert code == 2
-    assert "--hub-model-id needs --push-to-hub" in err
-
-
 def test_what_a_card_says_of_local_files_and_data_sets(saved, text, tmp_path):
     from pathlib import Path
 
     data = [text, Path("org/corpus:english")]
-    about = about_run(saved, data, tmp_path / "x", rows=7, row_length=8, held_out=1)
+    about = about_run(
+        saved, data, tmp_path / "x", rows=7, row_length=8, held_out=1, steps={}, batch=2
+    )
     assert about["data"] == [text.name, "org/corpus:english"]
     assert about["datasets"] == ["org/corpus"]
     assert about["base_model"] is None

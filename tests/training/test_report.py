@@ -1,6 +1,6 @@
-"""The model card and the report of a run, which is opened in a browser."""
+"""The tables and the model card of a run."""
 
-from attnzoo.training.report import card, generation_table, results_table, write_pages
+from attnzoo.training.report import card, generation_table, results_table
 
 VERDICT = "The result is worse than its window alone: recall is <1.6>"
 
@@ -19,10 +19,6 @@ RESULTS = {
     },
     "spec": {"version": 1, "backend": "linear"},
 }
-LOSSES = [
-    {"total": n + 1, "stage": stage, "step": n % 3, "loss": 1 / (n + 1)}
-    for n, stage in enumerate(["transfer"] * 3 + ["distil"] * 3)
-]
 
 
 def test_generation_has_a_table_of_its_own():
@@ -57,13 +53,3 @@ def test_card_begins_with_the_verdict():
     assert "| window alone (32) | 1.500 | 50% | - |  |" in text
     assert "| 1024 | 2.5 | 2.5 | 8.0 KiB | 2.0 KiB |" in text
     assert '"backend": "linear"' in text
-
-
-def test_report_opens_in_a_browser(tmp_path, open_page):
-    write_pages(tmp_path, RESULTS, LOSSES, "recover")
-    assert "&lt;1.6&gt;" in (tmp_path / "report.html").read_text()
-    tab = open_page(tmp_path / "report.html", width=500, scheme="light", plots=1)
-    assert tab.locator("h1").inner_text() == VERDICT
-    assert tab.locator("table").first.locator("tbody tr").count() == 3
-    labels = tab.locator("figure.plot svg text").all_text_contents()
-    assert {"transfer", "distil"} <= {label.strip() for label in labels}

@@ -11,25 +11,23 @@ from attnzoo.errors import SpecError
 from attnzoo.evaluation.rows import Rows
 from attnzoo.registry import build_backend
 from attnzoo.training.candidates import with_window
-from attnzoo.training.loop import LoopConfig, read_losses
 from attnzoo.training.plan import Planner
-from attnzoo.training.recover import RecoverConfig, recover
+from attnzoo.training.recover import recover
 from attnzoo.training.reuse import read_transferred
+from tests.training.short_runs import arguments
 
 OPTIONS = {"feature_map": "hedgehog", "window": 4}
 
 
-def config(**changes):
-    loop = LoopConfig(batch_size=4, checkpoint_every=2)
-    options = {"transfer_steps": 3, "distil_steps": 0, "row_length": 32, "judged_rows": 2}
-    return RecoverConfig(**{**options, **changes}, loop=loop)
+def config(out, **changes):
+    return arguments(out, **{"transfer_steps": 3, "max_steps": 0, **changes})
 
 
 @pytest.fixture(scope="module")
 def transferred(saved, text, spec, tmp_path_factory):
     """A run of transfer in all layers."""
     out = tmp_path_factory.mktemp("transferred") / "out"
-    recover(saved, spec, [text], out, config())
+    recover(saved, spec, [text], config(out))
     return out
 
 
@@ -42,12 +40,18 @@ def test_layers_in_common_are_reused(saved, text, transferred, tmp_path, attnzoo
     """Layer 0 is taken as it is, layer 1 has other options and is trained."""
     out = tmp_path / "out"
     attnzoo_command(
-        *("recover", saved, "--data", text, "--out", out, "--transfer-from", transferred),
-        *("--attention", "gated_linear:feature_map=hedgehog,window=4"),
+        *("recover", saved, "--data", text, "--output-dir", out),
+        *(
+            "--transfer-from",
+            transferred,
+            "--attention",
+            "gated_linear:feature_map=hedgehog,window=4",
+        ),
         *("--layers", "1=gated_linear:feature_map=hedgehog,window=6"),
-        *("--length", 32, "--batch", 4, "--transfer-steps", 2, "--distil-steps", 0),
+        *("--max-length", 32, "--per-device-train-batch-size", 4, "--transfer-steps", 2),
+        *("--max-steps", 0),
     )
-    assert [line["stage"] for line in read_losses(out)] == ["transfer", "transfer"]
+    assert [*json.loads((out / "recovery.json").read_text())["losses"]] == ["transfer"]
     expected, found = extras_of(transferred, 0), extras_of(out, 0)
     assert all(torch.equal(found[name], x) for name, x in expected.items())
     expected, found = extras_of(transferred, 1), extras_of(out, 1)
@@ -55,32 +59,28 @@ def test_layers_in_common_are_reused(saved, text, transferred, tmp_path, attnzoo
 
 
 @pytest.mark.exhaustive
-def test_a_plan_needs_no_transfer(saved, text, spec, transferred, tmp_path, interrupt):
+def test_a_plan_needs_no_transfer(saved, text, spec, transferred, tmp_path):
     """The raw swap is still measured without it; distillation goes on from it and resumes."""
     plan = attnzoo.AttentionSpec("gated_linear", layers={"1": "flash"}, **OPTIONS)
-    options = config(transfer_from=str(transferred), distil_steps=3)
-    whole = recover(saved, plan, [text], tmp_path / "whole", options)
-    losses = read_losses(tmp_path / "whole")
-    assert [line["stage"] for line in losses] == ["distil"] * 3
-    raw = recover(saved, plan, [text], tmp_path / "raw", config(transfer_steps=0))
+    options = config(tmp_path / "whole", transfer_from=str(transferred), max_steps=3)
+    whole = recover(saved, plan, [text], options)
+    assert [*whole["losses"]] == ["distil"]
+    raw = recover(saved, plan, [text], config(tmp_path / "raw", transfer_steps=0))
     assert whole["lines"]["raw swap"] == raw["lines"]["raw swap"] == raw["lines"]["result"]
-    interrupt(3, recover, saved, plan, [text], tmp_path / "parts", options)
-    parts = recover(saved, plan, [text], tmp_path / "parts", options, resume=True)
-    assert read_losses(tmp_path / "parts") == losses
-    assert parts["lines"] == whole["lines"]
 
 
 def test_what_cannot_be_reused_is_refused(saved, text, spec, transferred, tmp_path):
     other = attnzoo.AttentionSpec("gated_linear", feature_map="hedgehog", window=8)
+    args = config(tmp_path / "a", transfer_from=str(transferred))
     with pytest.raises(SpecError, match="has the backend and the options of this swap"):
-        recover(saved, other, [text], tmp_path / "a", config(transfer_from=str(transferred)))
+        recover(saved, other, [text], args)
     changed = hf.AutoModelForCausalLM.from_pretrained(transferred)
     with torch.no_grad():
         changed.model.norm.weight.add_(1)
     changed.save_pretrained(tmp_path / "changed")
-    options = config(transfer_from=str(tmp_path / "changed"))
+    options = config(tmp_path / "b", transfer_from=str(tmp_path / "changed"))
     with pytest.raises(SpecError, match="has other weights than the model"):
-        recover(saved, spec, [text], tmp_path / "b", options)
+        recover(saved, spec, [text], options)
 
 
 @torch.no_grad()
@@ -131,7 +131,6 @@ def test_plan_from_a_run_by_the_command(
     shown = " ".join(capsys.readouterr().out.split())
     assert f"--transfer-from {transferred}" in shown
     assert "windows of 4, 16 tokens" in shown
-    assert "--calibration-rows" not in shown
 
 
 def test_untrained_layers_are_not_compared_with_trained_ones(saved, transferred, text, tmp_path):
@@ -145,7 +144,7 @@ def test_untrained_layers_are_not_compared_with_trained_ones(saved, transferred,
     assert not hasattr(model.config, "attnzoo")
     part = tmp_path / "part"
     spec = attnzoo.AttentionSpec("gated_linear", layers={"1": "flash"}, **OPTIONS)
-    recover(saved, spec, [text], part, config(transfer_steps=0))
+    recover(saved, spec, [text], config(part, transfer_steps=0))
     with pytest.raises(SpecError, match="does not have one attention with parameters in all"):
         read_transferred(part)
 

@@ -1,7 +1,6 @@
 """Recovery of a student of a stock class from another model."""
 
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,24 +13,19 @@ from attnzoo.evaluation.equal_memory import EqualWindow
 from attnzoo.hf.stock.layer_windows import layer_windows
 from attnzoo.hf.stock.recurrent import recurrent_layers
 from attnzoo.training import student as module
-from attnzoo.training.checkpoints import CheckpointError
-from attnzoo.training.loop import LoopConfig
-from attnzoo.training.recover import RecoverConfig, recover
-from attnzoo.training.runs import BASELINES_DONE
-from attnzoo.training.student import StudentRun, StudentTransfer, equal_window
+from attnzoo.training.evaluate import Evaluator
+from attnzoo.training.recover import recover
+from attnzoo.training.results import RunError
+from attnzoo.training.student import StudentRecovery, StudentTransfer, equal_window
 from tests.byte_tokenizer import save_byte_tokenizer
+from tests.training.short_runs import arguments
 from tests.training.student_pair import NAMES, TEACHERS, load, run_torch_functions, write_pair
 
-CONFIG = RecoverConfig(
-    train="full",
-    row_length=64,
-    transfer_steps=12,
-    distil_steps=4,
-    extras_lr=4e-4,
-    judged_rows=4,
-    rate_factor=1.0,
-    loop=LoopConfig(batch_size=4, entropy_every=0),
-)
+
+def config(out="out", **changes):
+    given = {"train": "full", "max_length": 64, "transfer_steps": 12, "max_steps": 4}
+    given |= {"learning_rate": 1e-4, "extras_learning_rate": 4e-4}
+    return arguments(out, **{**given, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -47,17 +41,16 @@ def layer_name(to):
     return {"qwen3_5_text": "linear_attn", "granitemoehybrid": "mamba"}[to]
 
 
-def losses(out, stage):
-    rows = [json.loads(x) for x in (out / "losses.jsonl").read_text().splitlines()]
-    return [x["loss"] for x in rows if x["stage"] == stage]
+def losses(results, stage):
+    return [x["loss"] for x in results["losses"][stage] if "loss" in x]
 
 
 def test_recovery(folders, to, text, tmp_path):
     out = tmp_path / "out"
-    results = recover(folders / "student", None, [text], out, CONFIG, teacher=folders / "teacher")
-    found = losses(out, "transfer")
+    results = recover(folders / "student", None, [text], config(out), teacher=folders / "teacher")
+    found = losses(results, "transfer")
     assert found[-1] < 0.8 * found[0]
-    assert len(losses(out, "distil")) == 4
+    assert len(losses(results, "distil")) == 4
     lines = results["lines"]
     assert lines["softmax"]["agreement"] == 1  # the teacher generates its own tokens
     far, near = (abs(lines[x]["loss"] - lines["softmax"]["loss"]) for x in ("raw swap", "result"))
@@ -126,12 +119,8 @@ def recurrent_names(student):
 
 def test_documents_of_a_packed_row_do_not_see_each_other(folders):
     """The model is that of a run, whatever the run is."""
-    run = SimpleNamespace(
-        accelerator=SimpleNamespace(distributed_type="NO"),
-        path=folders / "student",
-        config=SimpleNamespace(disable_dropout=True),
-    )
-    student = StudentRun.load(run, dtype=torch.float32).eval()
+    run = SimpleNamespace(path=folders / "student")
+    student = StudentRecovery.load(run, dtype=torch.float32).eval()
     tokens = torch.randint(2, 259, (1, 50), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(20), torch.arange(30)])[None]
     with torch.no_grad():
@@ -141,9 +130,8 @@ def test_documents_of_a_packed_row_do_not_see_each_other(folders):
 
 
 def test_distillation_that_makes_it_worse_is_undone(one_pair, text, tmp_path):
-    config = replace(CONFIG, distil_steps=2, extras_lr=1.0, weights_lr=1.0)
-    pair = {"teacher": one_pair / "teacher"}
-    recover(one_pair / "student", None, [text], tmp_path / "out", config, **pair)
+    args = config(tmp_path / "out", max_steps=2, extras_learning_rate=1.0, learning_rate=1.0)
+    recover(one_pair / "student", None, [text], args, teacher=one_pair / "teacher")
     teacher, model = load(one_pair / "teacher"), load(tmp_path / "out")
     assert torch.equal(*(x.model.layers[0].self_attn.k_proj.weight for x in (teacher, model)))
 
@@ -152,27 +140,18 @@ def test_baselines_are_the_teacher_with_windows(one_pair):
     """Their layers are read when they are evaluated; the teacher is itself again afterwards."""
     teacher, seen = load(one_pair / "teacher"), []
 
-    def evaluate(name, equal=None, *, model=None, **options):
-        seen.append((name, None if model is None else layer_windows(model)))
-
-    run = SimpleNamespace(
-        teacher=teacher,
-        baselines=SimpleNamespace(results={}),
-        accelerator=SimpleNamespace(device="cpu"),
-        equal=EqualWindow(length=64, windows={1: 7}, swap_bytes=1, exact_bytes=2),
-        window=9,
-        evaluate_baseline=evaluate,
-    )
-    StudentRun.evaluate_baselines(run)
-    expected = [("softmax", [None, None]), ("raw swap", None), ("equal window", [None, 7])]
-    assert seen == [*expected, (BASELINES_DONE, [9, 9])]
+    evaluator = object.__new__(Evaluator)
+    evaluator.equal = EqualWindow(length=64, windows={1: 7}, swap_bytes=1, exact_bytes=2)
+    evaluator.window = 9
+    evaluator.evaluate = lambda name, model, **options: seen.append((name, layer_windows(model)))
+    evaluator.evaluate_windows(teacher)
+    assert seen == [("equal window", [None, 7]), ("window alone", [9, 9])]
     assert layer_windows(teacher) == [None, None]
 
 
 def test_the_rate_of_transfer(one_pair, text, tmp_path):
-    config = replace(CONFIG, transfer_steps=2, distil_steps=0, transfer_lr=1e-9)
-    pair = {"teacher": one_pair / "teacher"}
-    recover(one_pair / "student", None, [text], tmp_path / "out", config, **pair)
+    args = config(tmp_path / "out", transfer_steps=2, max_steps=0, transfer_learning_rate=1e-9)
+    recover(one_pair / "student", None, [text], args, teacher=one_pair / "teacher")
     before, after = (
         recurrent_layers(load(x))[1].out_proj.weight
         for x in (one_pair / "student", tmp_path / "out")
@@ -180,21 +159,18 @@ def test_the_rate_of_transfer(one_pair, text, tmp_path):
     assert (before - after).abs().max() < 1e-7  # two steps of Adam at the default: 6e-3
 
 
-def test_a_run_is_resumed(one_pair, text, tmp_path, interrupt):
-    config = replace(CONFIG, loop=replace(CONFIG.loop, checkpoint_every=2))
-    arguments = (one_pair / "student", None, [text])
-    pair = {"teacher": one_pair / "teacher"}
-    interrupt(15, recover, *arguments, tmp_path / "out", config, **pair)
+def test_a_finished_run_is_that_of_its_teacher(one_pair, text, tmp_path):
+    options = {"transfer_steps": 2, "max_steps": 0}
+    run = (one_pair / "student", None, [text])
+    results = recover(*run, config(tmp_path / "out", **options), teacher=one_pair / "teacher")
+    again = config(tmp_path / "out", **options, resume_from_checkpoint="True")
+    assert recover(*run, again, teacher=one_pair / "teacher") == results
     other = load(one_pair / "teacher")
     other.model.norm.weight.data.mul_(2)
     other.save_pretrained(tmp_path / "other")
     save_byte_tokenizer(tmp_path / "other")
-    with pytest.raises(CheckpointError, match="its model is"):
-        recover(*arguments, tmp_path / "out", config, resume=True, teacher=tmp_path / "other")
-    recover(*arguments, tmp_path / "out", config, resume=True, **pair)
-    recover(*arguments, tmp_path / "whole", config, **pair)
-    one, other = (load(tmp_path / x).state_dict() for x in ("out", "whole"))
-    assert all(torch.equal(x, other[name]) for name, x in one.items())
+    with pytest.raises(RunError, match="its teacher is"):
+        recover(*run, again, teacher=tmp_path / "other")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -221,14 +197,12 @@ REFUSED = {
     "labels": ({"cross_entropy": 0.5}, "cross_entropy=0.5 does not apply"),
     "weights": ({"transfer_target": "attention"}, "no weights of keys"),
     "blocks": ({"layers_at_once": 1}, "all recurrent layers"),
-    "gates": ({"calibration_rows": 2}, "start from `attnzoo convert`"),
     "window": ({"window_dropout": 0.5}, "has no window"),
     "transfer": ({"transfer_from": "x"}, "has a transfer of its own"),
-    "answers": ({"train_on": "completions", "repeat_share": 0.0}, "only whole texts"),
+    "answers": ({"completion_only_loss": True}, "only whole texts"),
     "teacher's type": ({"teacher_dtype": "bfloat16"}, "a model of its own"),
-    "offloading": ({"offload_teacher": True}, "a model of its own"),
     "type": ({"dtype": "bfloat16", "train": "extras"}, "which need float32"),
-    "split rows": ({"loop": LoopConfig(cp_size=2)}, "cp_size=2 splits rows"),
+    "split rows": ({"cp_size": 2}, "cp_size=2 splits rows"),
 }
 
 
@@ -236,7 +210,7 @@ REFUSED = {
 def test_settings_that_do_not_apply_are_refused(name):
     changes, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message):
-        module.require_student_settings(replace(CONFIG, **changes))
+        module.require_student_settings(config(**changes))
 
 
 def test_models_that_do_not_match_are_refused(one_pair, tmp_path):
@@ -263,14 +237,13 @@ def test_models_that_do_not_match_are_refused(one_pair, tmp_path):
 
 def test_command(one_pair, text, tmp_path, attnzoo_command, capsys):
     pair = (one_pair / "student", "--teacher", one_pair / "teacher")
-    given = ("--data", text, "--length", 64, "--batch", 4, "--entropy-every", 0)
-    steps = ("--transfer-steps", 1, "--distil-steps", 1, "--recipe", "student")
-    attnzoo_command("recover", *pair, *given, *steps, "--out", tmp_path / "out")
+    given = ("--data", text, "--max-length", 64, "--per-device-train-batch-size", 4)
+    steps = ("--transfer-steps", 1, "--max-steps", 1, "--config", "student_distil")
+    attnzoo_command("recover", *pair, *given, *steps, "--output-dir", tmp_path / "out")
     printed = capsys.readouterr().out
     assert "import attnzoo" not in printed
     saved = json.loads((tmp_path / "out" / "recovery.json").read_text())
-    assert saved["config"]["transfer_lr"] == 3e-3
-    assert saved["config"]["extras_lr"] == 4e-4
+    assert saved["config"]["extras_learning_rate"] == 4e-4
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -8,11 +8,10 @@ import torch
 import transformers as hf
 
 import attnzoo
-from attnzoo.errors import SpecError, UntrainedWarning
-from attnzoo.training.finetune import FinetuneConfig, finetune
-from attnzoo.training.loop import LoopConfig, read_losses
-from attnzoo.training.recover import RecoverConfig, recover
+from attnzoo.errors import UntrainedWarning
+from attnzoo.training.recover import recover
 from attnzoo.training.transfer import Transfer, extras, output_extras, swapped_layers
+from tests.training.short_runs import arguments
 
 IDS = torch.randint(3, 300, (2, 40), generator=torch.Generator().manual_seed(1))
 INDEXER = {"score": "indexer", "window": 3, "top_k": 4, "block_size": 1, "num_sinks": 0}
@@ -70,18 +69,20 @@ def test_padding_and_packed_rows_are_left_out(model):
 
 def test_recovery(saved, text, tmp_path):
     """Distillation trains the weights of the model, and no indexer."""
-    logged, steps = [], {"transfer_steps": 5, "row_length": 32, "judged_rows": 2}
-    steps["evaluate_every"] = 0  # five steps need not be better than none
-    spec, loop = attnzoo.AttentionSpec("block_sparse", **INDEXER), LoopConfig(weight_decay=0.1)
+    logged = []
+    steps = {"max_steps": 3, "weight_decay": 0.1}
+    steps["eval_strategy"] = "no"  # five steps need not be better than none
+    spec = attnzoo.AttentionSpec("block_sparse", **INDEXER)
     models = {}
     for train in ("extras", "lora"):
-        config = RecoverConfig(**steps, distil_steps=3, train=train, loop=loop)
+        args = arguments(tmp_path / train, **steps, train=train)
         with warnings.catch_warnings():
             warnings.simplefilter("error", UntrainedWarning)  # the raw swap has no trained indexer
-            recover(saved, spec, [text], tmp_path / train, config, log=logged.append)
+            results = recover(saved, spec, [text], args, log=logged.append)
         models[train] = hf.AutoModelForCausalLM.from_pretrained(tmp_path / train)
-        stages = [line["stage"] for line in read_losses(tmp_path / train) if line["step"] == 0]
-        assert stages == (["transfer"] if train == "extras" else ["transfer", "distil"])
+        assert [*results["losses"]] == (
+            ["transfer"] if train == "extras" else ["transfer", "distil"]
+        )
     assert sum("distillation is skipped" in line for line in logged) == 1
     frozen, distilled = (model.state_dict() for model in models.values())
     stock = hf.AutoModelForCausalLM.from_pretrained(saved).state_dict()
@@ -92,6 +93,3 @@ def test_recovery(saved, text, tmp_path):
     assert all(b.indexer.is_trained for b in swapped_layers(models["lora"]).values())
     assert indexers
     assert not output_extras(models["lora"])
-    again = FinetuneConfig(train="extras", steps=2, row_length=32, judged_rows=2)
-    with pytest.raises(SpecError, match=r"attnzoo recover.* trains indexers"):
-        finetune(tmp_path / "extras", None, [text], tmp_path / "more", again)

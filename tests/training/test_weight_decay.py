@@ -1,4 +1,4 @@
-"""Weight decay leaves parameters alone that set a decay or a mixture, in both training loops."""
+"""Weight decay leaves parameters alone that set a decay or a mixture."""
 
 import peft
 import pytest
@@ -9,9 +9,10 @@ import attnzoo
 from attnzoo.backends.feature_maps.base import FEATURE_MAPS
 from attnzoo.backends.gates.base import GATES
 from attnzoo.hf.swap.extras import decayed_parameters
-from attnzoo.training.optimizer import make_optimizer
+from attnzoo.training.trainer import LogitDistillationTrainer
 from attnzoo.training.transfer import extras
 from tests.helpers import tiny_llama
+from tests.training.short_runs import arguments
 
 SWAPS = {
     **{f"gate {name}": ("gated_linear", {"gate": name}) for name in GATES},
@@ -79,29 +80,22 @@ def test_trainer(adapter, model, tmp_path):
     assert set(found.values()) == {0.0, 0.1}
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch", "muon"])
-def test_own_loop_has_the_rule_of_the_trainer(optim, model, tmp_path):
-    groups = [
-        {"params": list(extras(model).values()), "lr": 1e-3},
-        {"params": [p for n, p in model.named_parameters() if "attnzoo" not in n], "lr": 1e-4},
-    ]
-    optimizer = make_optimizer(optim, model, groups, weight_decay=0.1)
+def test_rates_and_decays_of_groups(model, tmp_path):
+    """What is added, attention's own weights and the rest have rates of their own."""
+    args = arguments(
+        tmp_path,
+        weight_decay=0.1,
+        train="full",
+        learning_rate=3e-4,
+        attention_learning_rate=7e-4,
+        extras_learning_rate=2e-3,
+    )
+    optimizer = LogitDistillationTrainer(model, args).create_optimizer()
     assert decays(optimizer) == decays(trainer_optimizer(model, tmp_path))
     rates = {id(p): g["lr"] for g in optimizer.param_groups for p in g["params"]}
-    assert rates == {id(p): group["lr"] for group in groups for p in group["params"]}
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    decayed = set(decayed_parameters(model))
     for name, p in model.named_parameters():
-        assert torch.equal(p, before[name]) == (name not in decayed or not p.any()), name
-
-
-def test_without_weight_decay_groups_stay_as_they_are(model):
-    groups = [{"params": list(model.parameters()), "lr": 1e-3}]
-    optimizer = make_optimizer("adamw_torch", model, groups, weight_decay=0.0)
-    assert len(optimizer.param_groups) == 1
+        own = 7e-4 if "self_attn" in name else 3e-4
+        assert rates[id(p)] == (2e-3 if ".attnzoo." in name else own), name
 
 
 def test_gates_of_plugins_exempt_parameters(monkeypatch):

@@ -61,20 +61,16 @@ def test_a_swap_in_memory_is_saved_and_loaded(folder, tmp_path):
 
 def test_recover_writes_a_sentence_transformers_model(folder, tmp_path):
     from attnzoo.spec import AttentionSpec
-    from attnzoo.training.loop import LoopConfig
-    from attnzoo.training.recover import RecoverConfig, recover
+    from attnzoo.training import RecoveryArguments
+    from attnzoo.training.recover import recover
 
     (tmp_path / "data").mkdir()
     for i in range(60):
         (tmp_path / "data" / f"{i}.txt").write_text(f"Text number {i} says something. " * 4)
-    config = RecoverConfig(
-        transfer_steps=0,
-        distil_steps=0,
-        row_length=16,
-        judged_rows=2,
-        loop=LoopConfig(batch_size=2),
+    args = RecoveryArguments(
+        str(tmp_path / "out"), transfer_steps=0, max_steps=0, max_length=16, use_cpu=True
     )
-    recover(folder, AttentionSpec("softmax"), [tmp_path / "data"], tmp_path / "out", config)
+    recover(folder, AttentionSpec("softmax"), [tmp_path / "data"], args)
     found, layers = encode(tmp_path / "out")
     assert {row.backend for row in layers} == {"softmax"}
     np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, rtol=1e-5)
