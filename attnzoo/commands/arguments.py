@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
 from attnzoo.errors import AttnzooError, ConfigError, did_you_mean
+from attnzoo.optional_packages import OptionalPackage
 
 GROUPS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "recover": {
@@ -161,11 +162,13 @@ def argument_classes(command: str, *, encoder: bool = False) -> tuple[type, ...]
 
         return RecoverySwapArguments, RecoveryArguments
     from transformers import TrainingArguments
-    from trl import ModelConfig, SFTConfig
 
-    if encoder:
-        return FinetuneSwapArguments, TrainingArguments, ModelConfig
-    return FinetuneSwapArguments, SFTConfig, ModelConfig
+    trl: Any = OptionalPackage("trl", extra="train")
+    return (
+        FinetuneSwapArguments,
+        TrainingArguments if encoder else trl.SFTConfig,
+        trl.ModelConfig,
+    )
 
 
 def parse(command: str, argv: Sequence[str], classes: Sequence[type]) -> tuple[Any, ...]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -161,11 +160,6 @@ class Recovery:
         self.path, self.spec, self.data, self.args = path, spec, data, args
         self.state = PartialState()
         self.log: Log = log if self.state.is_main_process else lambda text: None
-        if (launched := int(os.environ.get("WORLD_SIZE", "1"))) != self.state.num_processes:
-            raise ConfigError(
-                f"{launched} processes are launched, but Accelerate sees "
-                f"{self.state.num_processes}; call recover() before other uses of Accelerate"
-            )
         self.check_arguments()
         if args.train == "lora":
             require_peft()

@@ -19,7 +19,7 @@ from attnzoo.errors import AttnzooError
 from attnzoo.evaluation import generation
 from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.report import page
-from attnzoo.training import best_state, results
+from attnzoo.training import recover, results
 from attnzoo.training.candidates import CANDIDATE_BACKENDS, options_text, preset_candidates
 
 ROOT = Path(__file__).parents[2]
@@ -115,7 +115,7 @@ def run(monkeypatch, capfd):
         (page, "to_svg", lambda plot: "<svg></svg>"),
         (results, "LENGTHS", (16,)),
         (generation, "NEW_TOKENS", 4),
-        (best_state, "ROWS", 2),
+        (recover, "JUDGED", 2),
         (compare_run, "free_memory", lambda: 0),
     ):
         monkeypatch.setattr(owner, name, value)
@@ -133,12 +133,13 @@ def run(monkeypatch, capfd):
 def arguments(command, swap, model, swapped, text, out):
     """Return a short call of a command."""
     rows = ("--data", text, "--length", 64)
-    train = ("--attention", swap, *rows, "--batch", 2, "--entropy-every", 0, "--out", out)
+    train = ("--attention", swap, "--data", text, "--max-length", 64, "--output-dir", out)
+    train += ("--per-device-train-batch-size", 2, "--max-steps", 1)
     return {
         "memory": (model, "--attention", swap, "--length", 64),
         "plan": (model, "--candidate", swap, *rows, "--rows", 2, "--out", out / "plan.json"),
-        "recover": (model, *train, "--transfer-steps", 1, "--distil-steps", 1),
-        "finetune": (model, *train, "--steps", 1),
+        "recover": (model, *train, "--transfer-steps", 1),
+        "finetune": (model, *train),
         "evaluate": (swapped, *rows, "--rows", 2),
         "compare": (
             *(model, "--attention", swap, "--lengths", 64, "--tokens", 64, "--text", text),

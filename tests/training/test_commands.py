@@ -5,16 +5,13 @@ import sys
 
 import pytest
 import torch
-from accelerate import Accelerator
 
 from attnzoo.cli import main
 from attnzoo.commands import terminal
 from attnzoo.compare import maps
-from attnzoo.errors import ConfigError
 from attnzoo.training import data as data_module
 from attnzoo.training import plan, recover
 from attnzoo.training.trainer import StageTrainer
-from tests.training.short_runs import arguments
 
 
 @pytest.fixture
@@ -120,17 +117,6 @@ def test_brackets_are_printed_as_they_are(attnzoo, saved, text, tmp_path):
     code, _, err = attnzoo("describe", "[red][/x]")
     assert code == 2
     assert "'[red][/x]'" in err
-
-
-def test_launched_processes_that_accelerate_does_not_see_are_refused(
-    monkeypatch, saved, text, spec, tmp_path
-):
-    """Each would train alone in the same folder."""
-    Accelerator()  # this process is alone from now on
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    args = arguments(tmp_path / "out")
-    with pytest.raises(ConfigError, match="2 processes are launched, but Accelerate sees 1"):
-        recover.recover(saved, spec, [text], args)
 
 
 def test_processes_of_one_machine_print_one_error(attnzoo, monkeypatch):

@@ -23,15 +23,13 @@ from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.evaluation.recall import make_recall_batch
 from attnzoo.evaluation.recall_rows import Needles
 from attnzoo.evaluation.rows import Rows, pack_documents, predictions, separates_documents
-from attnzoo.training import rates
-from attnzoo.training.data import RowOptions, load_documents, split_documents
+from attnzoo.training import evaluate as evaluation
+from attnzoo.training import recover as recovery
+from attnzoo.training.data import RowOptions, load_documents, load_rows, split_documents
 from attnzoo.training.eval_rows import rows_to_eval_batch, select_rows
-from attnzoo.training.evaluate_command import evaluate
-from attnzoo.training.loading import load_rows
-from attnzoo.training.loop import read_losses
+from attnzoo.training.evaluate import evaluate
 from attnzoo.training.plan import make_plan
 from attnzoo.training.quality import evaluate_rows
-from attnzoo.training.train_config import TrainConfig
 from attnzoo.training.verdict import verdict
 from tests.training.student_pair import TEACHERS, load, write_pair
 
@@ -134,8 +132,7 @@ def test_plan_measures_documents(data, gpt2, attnzoo_command, tmp_path):
 
 def held_out(data, gpt2, count):
     """Rows that a run evaluates, and their documents."""
-    config = TrainConfig(row_length=LENGTH, judged_rows=count)
-    rows = select_rows(load_rows(gpt2, [data], "text", config)[1], count)
+    rows = select_rows(load_rows(gpt2, [data], RowOptions(max_length=LENGTH))[1], count)
     texts = [*split_documents(load_documents([data], RowOptions(), None))[1]["text"]]
     whole = [[*StringTokenizer(gpt2)(text).tolist(), 1] for text in texts]
     documents = rows.documents()
@@ -147,18 +144,14 @@ def held_out(data, gpt2, count):
 def test_training_evaluates_documents(data, gpt2, attnzoo_command, tmp_path, monkeypatch):
     """recover, finetune and evaluate: loss, generated tokens, and the start of distillation."""
     starts = []
-    factor = rates.rate_factor
-    monkeypatch.setattr(rates, "rate_factor", lambda kl: starts.append(kl) or factor(kl))
-    sizes = ("--data", data, "--length", LENGTH, "--out")
-    attention = ("--attention", "longformer", "--set", "window=24")
-    attnzoo_command(
-        *("recover", gpt2, *attention, *sizes, tmp_path / "one", "--batch", 2),
-        *("--distil-steps", 1, "--control", 9),
-    )
-    attnzoo_command(
-        *("finetune", gpt2, *attention, *sizes, tmp_path / "two", "--batch", 2),
-        *("--steps", 1, "--control", 9, "--no-compare"),
-    )
+    factor = recovery.rate_factor
+    monkeypatch.setattr(recovery, "rate_factor", lambda kl: starts.append(kl) or factor(kl))
+    monkeypatch.setattr(evaluation, "ROWS", 32)
+    monkeypatch.setattr(evaluation, "widest_window", lambda model: 9)
+    sizes = ("--data", data, "--max-length", LENGTH, "--per-device-train-batch-size", 2)
+    attention = ("--attention", "longformer:window=24", "--max-steps", 1, "--output-dir")
+    attnzoo_command("recover", gpt2, *sizes, *attention, tmp_path / "one")
+    attnzoo_command("finetune", gpt2, *sizes, *attention, tmp_path / "two", "--no-compare")
     documents = held_out(data, gpt2, 32)
     lines = json.loads((tmp_path / "one" / "recovery.json").read_text())["lines"]
     window = attnzoo.AttentionSpec("flash", window=9)
@@ -197,23 +190,24 @@ def test_a_window_as_long_as_documents_changes_nothing(
     data, gpt2, attnzoo_command, tmp_path, monkeypatch, capsys
 ):
     """No plan is made, and nothing is trained but with the option."""
-    rows = load_rows(gpt2, [data], "text", TrainConfig(row_length=LENGTH))[0].select([0, 1])
+    rows = load_rows(gpt2, [data], RowOptions(max_length=LENGTH))[0].select([0, 1])
     spec = attnzoo.AttentionSpec("longformer", window=128)
     with pytest.raises(SpecError, match=r"reads every key of documents of at most 1\d\d tokens"):
         make_plan(gpt2, rows, {"wide": spec}, target_length=160)
-    monkeypatch.setattr(rates, "CLOSE", 1e-3)
-    command = ("recover", gpt2, "--data", data, "--length", LENGTH, "--batch", 2)
-    command += ("--attention", "longformer", "--set", "window=128", "--distil-steps", 1)
-    attnzoo_command(*command, "--out", tmp_path / "a")
+    monkeypatch.setattr(recovery, "CLOSE", 1e-3)
+    command = ("recover", gpt2, "--data", data, "--max-length", LENGTH, "--max-steps", 1)
+    command += ("--per-device-train-batch-size", 2, "--attention", "longformer:window=128")
+    attnzoo_command(*command, "--output-dir", tmp_path / "a")
     assert "nothing is trained: the model starts" in capsys.readouterr().out
     found = json.loads((tmp_path / "a" / "recovery.json").read_text())
     assert "--always-train" in found["not_trained"]
     result, softmax = found["lines"]["result"], found["lines"]["softmax"]
     assert result["agreement"] == 1
     assert result["loss"] == pytest.approx(softmax["loss"], rel=1e-6)
-    assert not read_losses(tmp_path / "a")
-    attnzoo_command(*command, "--out", tmp_path / "b", "--always-train")
-    assert [x["stage"] for x in read_losses(tmp_path / "b")] == ["distil"]
+    assert not found["losses"]
+    attnzoo_command(*command, "--output-dir", tmp_path / "b", "--always-train")
+    found = json.loads((tmp_path / "b" / "recovery.json").read_text())
+    assert [*found["losses"]] == ["distil"]
 
 
 def test_commands_with_a_text_measure_documents(data, gpt2, attnzoo_command, tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from attnzoo.evaluation.equal_memory import EqualWindow
 from attnzoo.hf.stock.layer_windows import layer_windows
 from attnzoo.hf.stock.recurrent import recurrent_layers
 from attnzoo.training import student as module
+from attnzoo.training.distil import model_inputs
 from attnzoo.training.evaluate import Evaluator
 from attnzoo.training.recover import recover
 from attnzoo.training.results import RunError
@@ -74,7 +75,7 @@ def test_the_loss_of_transfer(folders, to):
     tokens = torch.randint(2, 259, (3, 40), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": tokens, "labels": tokens}
     with StudentTransfer(student, teacher) as transfer:
-        loss = transfer.loss(student, batch)
+        loss = transfer.run(student, model_inputs(batch))
         loss.backward()
     with torch.no_grad():
         states = teacher(tokens, output_hidden_states=True).hidden_states
@@ -105,7 +106,7 @@ def test_the_loss_is_the_mean_of_that_of_layers_alone(tmp_path):
     for layers in ("1", "2", "1-2"):
         student = attnzoo.speed_up(attnzoo.convert(teacher, "qwen3_5_text", recurrent=layers))
         with StudentTransfer(student, teacher) as transfer:
-            losses[layers] = transfer.loss(student, {"input_ids": tokens, "labels": tokens})
+            losses[layers] = transfer.run(student, {"input_ids": tokens})
     torch.testing.assert_close(losses["1-2"], (losses["1"] + losses["2"]) / 2)
     assert (losses["1"] - losses["2"]).abs() > 0.01
     losses["1-2"].backward()

@@ -76,6 +76,7 @@ def test_every_command_and_public_name_works_or_names_its_extra(tmp_path):
     data.write_text("a line of text\n" * 2000)
     (tmp_path / "script.py").write_text("")
     training = ("embedded", "--data", str(data), "--out", f"{out}-run")
+    into = ("embedded", "--data", str(data), "--output-dir", f"{out}-run")
     swapped, window = f"{out}-swap", ("--attention", "flash:window=48")
     train, report, tasks = "attnzoo[train]", "attnzoo[report]", "attnzoo[eval]"
     calls = {
@@ -83,10 +84,11 @@ def test_every_command_and_public_name_works_or_names_its_extra(tmp_path):
         ("describe", "embedded"): "",
         ("swap", "embedded", *window, "--out", swapped): "",
         ("convert", "embedded", "--to", "mistral", "--help"): "",
-        ("recipes",): "",
+        ("recover", "--help"): "",
+        ("finetune", "--help"): "",
         ("plan", *training): train,
-        ("recover", *training, *window): train,
-        ("finetune", *training, *window): train,
+        ("recover", *into, *window): train,
+        ("finetune", *into, *window): train,
         ("evaluate", swapped, "--data", str(data)): train,
         ("evaluate", swapped, "--tasks", "attnzoo_ruler"): tasks,
         ("heads", "embedded", "--rows", "1", "--length", "32", "--out", f"{out}-heads"): report,
