@@ -177,7 +177,7 @@ def test_tables_are_available_as_json(monkeypatch, capsys, saved, tmp_path):
     assert (code, len(json.loads(out)["heads"])) == (0, 4)
 
 
-WITHOUT_TABLE = {"run", "autoload", "launch-config", "convert"}
+WITHOUT_TABLE = {"run", "autoload", "convert"}
 WITH_FILE = {"plan", "recover", "finetune"}  # plan.json, results.json
 
 
@@ -209,7 +209,7 @@ def test_names_are_whole_in_80_columns(monkeypatch, capsys):
 def test_commands_are_the_documented_ones():
     names = {c.name or c.callback.__name__ for c in app.registered_commands}
     models = {"list", "describe", "swap", "convert", "demo"}
-    training = {"plan", "recover", "recipes", "finetune", "evaluate", "launch-config"}
+    training = {"plan", "recover", "recipes", "finetune", "evaluate"}
     measuring = {"compare", "tasks", "inspect", "memory", "heads"}
     assert names == models | training | {"run", "autoload", "doctor"} | measuring
 

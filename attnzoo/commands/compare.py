@@ -166,9 +166,7 @@ def _show_progress(show: Callable[[str], None], done: int, total: int, name: str
 
 
 def tasks(
-    task: Annotated[
-        str, typer.Option(help="mqar, mqar64, duplication, induction, listops or bytes")
-    ],
+    task: Annotated[str, typer.Option(help="mqar, mqar64, duplication or induction")],
     attention: Attentions = None,
     seeds: Annotated[int, typer.Option(help="runs per attention")] = 3,
     steps: Annotated[
@@ -186,7 +184,7 @@ def tasks(
     import torch
 
     from attnzoo.evaluation.results import FILE
-    from attnzoo.tasks.catalog import find_task
+    from attnzoo.tasks.recall import find_task
     from attnzoo.tasks.run import (
         TaskConfig,
         default_specs,

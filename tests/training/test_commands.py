@@ -1,4 +1,4 @@
-"""The training commands: interruption, output paths, names with brackets, launch configs."""
+"""The training commands: interruption, output paths, names with brackets."""
 
 import json
 import sys
@@ -133,16 +133,6 @@ def test_an_unknown_tracker_is_refused(name, message):
     with pytest.raises(ConfigError, match=message):
         TrainConfig(report_to=name)
     assert TrainConfig(report_to="tensorboard").report_to == "tensorboard"
-
-
-def test_launch_config(attnzoo):
-    code, printed, _ = attnzoo("launch-config", "fsdp2")
-    assert code == 0
-    assert "fsdp_version: 2\n" in printed
-    assert "launch_configs" not in printed
-    code, _, err = attnzoo("launch-config", "fsdp")
-    assert code == 2
-    assert "Did you mean 'fsdp2'? Available: ddp, deepspeed_zero2, deepspeed_zero3, fsdp2." in err
 
 
 def test_launched_processes_that_accelerate_does_not_see_are_refused(monkeypatch, tmp_path):
