@@ -48,7 +48,23 @@ def fill_padding(
 
 def gather_tokens(x: Tensor, index: Tensor) -> Tensor:
     """Gather the tokens at ``[1 or B, N]`` of ``[B, H, S, D]``, which gives ``[B, H, N, D]``."""
-    return torch.take_along_dim(x, index[:, None, :, None], 2)
+    batch, heads, _, size = x.shape
+    # take_along_dim fixes the lengths that an exported program accepts
+    return x.gather(2, index[:, None, :, None].expand(batch, heads, -1, size))
+
+
+def padding_first(padding: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the order of tokens that puts padding first, and the inverse order, ``[B, S]`` each.
+
+    Both kinds of tokens keep their order. There is no sort, which ONNX does not have.
+
+    Args:
+        padding: ``[B, S]`` bool, false at padding.
+    """
+    real, other = padding.long(), (~padding).long()
+    place = torch.where(padding, other.sum(1, keepdim=True) + real.cumsum(1), other.cumsum(1)) - 1
+    tokens = torch.arange(padding.shape[1], device=padding.device).expand_as(place)
+    return torch.zeros_like(place).scatter(1, place, tokens), place
 
 
 def values_are_known(*tensors: Tensor) -> bool:
