@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from attnzoo.evaluation.cost_laws import BUSY
 from attnzoo.evaluation.margins import plus_minus
+from attnzoo.evaluation.timing import BUSY
 from attnzoo.report import charts, page
 from attnzoo.report.atomic_write import atomic_write
 from attnzoo.report.format import format_bytes, number
