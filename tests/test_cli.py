@@ -333,8 +333,7 @@ def test_mistakes_of_what_measures(monkeypatch, capsys, tmp_path, arguments, mes
         ("plan", "--rows", "-1"),
         ("plan", "--window", "0"),
         ("heads", "--rows", "0"),
-        ("memory", "--threads", "0"),
-        ("memory", "--timeout", "0"),
+        ("memory", "--batch", "0"),
     ],
 )
 def test_counts_are_at_least_1(monkeypatch, capsys, saved, arguments):

@@ -14,10 +14,23 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from attnzoo.errors import UnsupportedError
-from attnzoo.evaluation.memory_4bit import quantizable_layers
 from attnzoo.hf.configs import read_field
+from attnzoo.hf.names import NAME
 
 COMPUTE_DTYPE = torch.bfloat16
+
+
+def quantizable_layers(model: nn.Module) -> list[nn.Linear]:
+    """Return the linear layers of a model that are in 4 bits when it is quantized.
+
+    The head is not, as in transformers, nor is what a backend adds.
+    """
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    return [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and f".{NAME}." not in name
+    ]
 
 
 def require_bitsandbytes(

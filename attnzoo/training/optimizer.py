@@ -18,7 +18,6 @@ from transformers.optimization import get_scheduler
 from transformers.utils.import_utils import is_bitsandbytes_available
 
 from attnzoo.errors import ConfigError, UnsupportedError, did_you_mean
-from attnzoo.evaluation.memory_8bit import embedding_weights
 from attnzoo.hf.seam import trainer_optimizer
 from attnzoo.hf.swap.extras import decayed_parameters
 from attnzoo.training.four_bits import require_bitsandbytes
@@ -211,7 +210,8 @@ def _transformers_optimizer(
     """Return an optimizer that transformers' ``Trainer`` makes by the same name."""
     cls, options = trainer_optimizer(name, betas)
     if name in BITSANDBYTES:
-        cls, wide = _with_group_bits(cls), {id(p) for p in embedding_weights(model)}
+        cls = _with_group_bits(cls)
+        wide = {id(x.weight) for x in model.modules() if isinstance(x, nn.Embedding)}
         split = []
         for group in groups:
             for bits in ({}, {"optim_bits": 32}):

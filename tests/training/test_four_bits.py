@@ -10,7 +10,7 @@ from torch import nn
 
 import attnzoo
 from attnzoo.errors import ConfigError, UnsupportedError
-from attnzoo.evaluation.memory_4bit import BYTES_OF_4_BITS
+from attnzoo.evaluation.memory import BYTES_OF_4_BITS
 from attnzoo.hf.adapters.lora import with_adapters
 from attnzoo.training import four_bits
 from attnzoo.training.distil import distil_loss, predictions, softmax_teacher
