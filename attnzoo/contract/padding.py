@@ -8,8 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnzoo.runtime.derivatives import is_transformed
-
 
 def padding_if_any(padding: Tensor | None) -> Tensor | None:
     """Return a padding mask, or ``None`` if it is known that all tokens are real.
@@ -70,10 +68,12 @@ def padding_first(padding: Tensor) -> tuple[Tensor, Tensor]:
 def values_are_known(*tensors: Tensor) -> bool:
     """Return whether values may be read, which waits for a device.
 
-    They are unknown in a compiled graph, under a transform of ``torch.func``, while a CUDA graph is
-    captured, and on the meta device.
+    They are unknown in a compiled graph, in a tensor that ``torch.func`` transforms, while a CUDA
+    graph is captured, and on the meta device.
     """
-    if torch.compiler.is_compiling() or is_transformed():
+    if torch.compiler.is_compiling():
+        return False
+    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
         return False
     if any(x.is_cuda for x in tensors) and torch.cuda.is_current_stream_capturing():
         return False
