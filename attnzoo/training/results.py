@@ -87,8 +87,8 @@ def save(run: Run, model: PreTrainedModel, results: Mapping[str, Any]) -> None:
     if run.accelerator.is_main_process:
         run.checkpoints.clear()
     run.shards.wait()
-    if run.config.report_to:
-        run.accelerator.end_training()
+    for tracker in run.accelerator.trackers:
+        tracker.finish()  # end_training would destroy the process group, which the caller may use
     run.accelerator.wait_for_everyone()
 
 
