@@ -95,7 +95,7 @@ def autoload(
 def doctor(
     full: Annotated[
         bool,
-        typer.Option("--all", help="also narrower instruction sets, and head sizes up to 256"),
+        typer.Option("--all", help="also GPU kernels of head sizes up to 256"),
     ] = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="check GPU kernels again that have a verdict")
