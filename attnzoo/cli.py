@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from safetensors import SafetensorError
@@ -65,7 +66,6 @@ PASSED_ON = {
 app.command("recover", context_settings=PASSED_ON)(recovery.recover)
 app.command("finetune", context_settings=PASSED_ON)(recovery.finetune)
 app.command("evaluate")(evaluate_command.evaluate)
-app.command("launch-config")(environment.launch_config)
 app.command("compare")(compare.compare)
 app.command("memory")(memory.memory)
 app.command("heads")(heads.heads)
@@ -74,6 +74,16 @@ app.command("inspect")(compare.inspect)
 
 
 SECONDS_BEFORE_EXIT = 3.0
+
+
+def _destroy_process_group() -> None:
+    """End the threads of a run's process group: gloo's may abort a process that ends before them.
+
+    Not after an error, when this could wait for an operation that no other process joins.
+    """
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def main() -> None:
@@ -93,5 +103,9 @@ def main() -> None:
         else:
             time.sleep(SECONDS_BEFORE_EXIT)  # torchrun ends all processes when one has ended
         raise SystemExit(2) from None
+    except SystemExit as end:
+        if not end.code:
+            _destroy_process_group()
+        raise
     finally:
         terminal.restore_output()

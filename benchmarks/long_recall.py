@@ -23,9 +23,8 @@ from torch import Tensor
 
 from attnzoo.commands.spec_options import spec_of
 from attnzoo.evaluation.data import StringTokenizer, read_text
-from attnzoo.evaluation.generation import correct_tokens
+from attnzoo.evaluation.generation import Needles, correct_tokens
 from attnzoo.evaluation.models import EMBEDDED_LONG, load_swapped, model_path
-from attnzoo.evaluation.recall_rows import Needles
 from attnzoo.spec import AttentionSpec
 
 DISTANCES = [1024, 2048, 4096]

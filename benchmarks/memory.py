@@ -26,9 +26,7 @@ from transformers import (
 )
 
 from attnzoo.compare.workers import OK, Workers
-from attnzoo.evaluation.memory import TOTALS, measured
-from attnzoo.evaluation.memory_case import MemoryCase
-from attnzoo.evaluation.memory_fit import estimate
+from attnzoo.evaluation.memory import TOTALS, MemoryCase, estimate, measure
 from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.report.format import format_bytes, format_length
 from attnzoo.report.table import Table
@@ -107,12 +105,12 @@ def main() -> None:
             workers = Workers(
                 threads=torch.get_num_threads(), timeout=600, memory_bytes={"cpu": 12 * 2**30}
             )
-            result = workers.run(measured, case)
+            result = workers.run(measure, case)
         name = f"{row.model}, {case.attention}"
         size = f"{format_length(row.length)} x {row.batch}, {row.dtype}"
         if result["status"] != OK:
             raise SystemExit(f"{name}, {size}: {result}")
-        real = result["use"]
+        real = result
         cells = [
             "-"
             if computed[key] is None

@@ -178,7 +178,7 @@ def test_tables_are_available_as_json(monkeypatch, capsys, saved, tmp_path):
     assert (code, len(json.loads(out)["heads"])) == (0, 4)
 
 
-WITHOUT_TABLE = {"run", "autoload", "launch-config", "convert"}
+WITHOUT_TABLE = {"run", "autoload", "convert"}
 WITH_FILE = {"plan", "recover", "finetune"}  # plan.json, results.json
 
 
@@ -210,7 +210,7 @@ def test_names_are_whole_in_80_columns(monkeypatch, capsys):
 def test_commands_are_the_documented_ones():
     names = {c.name or c.callback.__name__ for c in app.registered_commands}
     models = {"list", "describe", "swap", "convert", "demo"}
-    training = {"plan", "recover", "finetune", "evaluate", "launch-config"}
+    training = {"plan", "recover", "finetune", "evaluate"}
     measuring = {"compare", "tasks", "inspect", "memory", "heads"}
     assert names == models | training | {"run", "autoload", "doctor"} | measuring
 
@@ -250,7 +250,7 @@ def test_plan_of_backends_by_name(saved, text, tmp_path, monkeypatch, capsys):
     plan = tmp_path / "plan.json"
     given = ["plan", saved, "--data", text, "--length", 48, "--rows", 2, "--keep-softmax", 1]
     given += ["--candidate", "delta", "--overwrite", "--out", plan]
-    code, printed, _ = run(monkeypatch, capsys, *given)
+    code, _, _ = run(monkeypatch, capsys, *given)
     assert code in (0, None)
     options = {"feature_map": "squared_relu", "window": 32}
     layers = json.loads(plan.read_text())["spec"]["layers"]
@@ -326,8 +326,7 @@ def test_mistakes_of_what_measures(monkeypatch, capsys, tmp_path, arguments, mes
         ("plan", "--rows", "-1"),
         ("plan", "--window", "0"),
         ("heads", "--rows", "0"),
-        ("memory", "--threads", "0"),
-        ("memory", "--timeout", "0"),
+        ("memory", "--batch", "0"),
     ],
 )
 def test_counts_are_at_least_1(monkeypatch, capsys, saved, arguments):

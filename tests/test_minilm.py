@@ -101,9 +101,8 @@ def test_a_swap_keeps_the_embeddings(encoder, originals, backend, options, floor
 
 @pytest.mark.exhaustive
 def test_a_fifth_of_the_heads_is_pruned(tmp_path):
-    """Chosen and refitted on other files: .980, without refitting .9755; at random .9105."""
+    """Chosen on other files: .976; at random .868 to .933, .889 on average."""
     from attnzoo.evaluation.heads import HeadStudyModel, head_rows_of_text
-    from attnzoo.hf.heads.pruning import refit_outputs
     from attnzoo.hf.layers import attention_layers
 
     text = tmp_path / "text.txt"
@@ -113,21 +112,20 @@ def test_a_fifth_of_the_heads_is_pruned(tmp_path):
     layers = attention_layers(model)
     rows = head_rows_of_text(folder(), text, layers, rows=16, length=128)
     study = HeadStudyModel(model, rows)
-    importance = study.gradient_importance()
 
-    def cosine(chosen, refit=False):
+    def cosine(importance):
+        chosen = study.choose(0.2, importance)
         assert sum(map(len, chosen.values())) == 14  # of 72
         pruned = AutoModel.from_pretrained(folder()).eval()
         study.add_means(pruned, chosen)
         attnzoo.prune_heads(pruned, chosen)
-        if refit:
-            texts = head_rows_of_text(folder(), text, layers, rows=128, length=128)
-            refit_outputs(pruned, model, texts.tokens)
         return float(torch.cosine_similarity(embeddings(pruned, 32), original).mean())
 
-    found = cosine(study.choose(0.2, importance))
-    control = max(cosine(study.choose(0.2, None, seed)) for seed in range(3))
+    def at_random(seed):
+        draw = torch.Generator().manual_seed(seed)
+        return {name: torch.rand(n, generator=draw).tolist() for name, n in study.heads().items()}
+
+    found = cosine(study.gradient_importance())
+    control = max(cosine(at_random(seed)) for seed in range(3))
     assert found > 0.97, f"{found:.4f}, at random {control:.4f}"
-    refitted = cosine(study.choose(0.2, importance), refit=True)
-    assert refitted > 0.98, f"{refitted:.4f}"
     assert control < 0.93

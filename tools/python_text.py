@@ -1,4 +1,4 @@
-"""Write the text on which commands evaluate the embedded models, and that of the task `bytes`.
+"""Write the text on which commands evaluate the embedded models, and four whole packages.
 
     python -m tools.python_text
 
@@ -18,8 +18,8 @@ import zipfile
 from pathlib import Path
 
 from attnzoo.evaluation.corpus import SOURCES, VERSION, is_held_out
-from attnzoo.tasks.documents import LIBRARIES
 
+LIBRARIES = ("asyncio", "email", "idlelib", "tkinter")  # packages of which all files are included
 SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 )
@@ -42,7 +42,7 @@ def name_of(path: Path) -> str:
 
 
 def frozen_files() -> list[Path]:
-    """Return the files that the package contains: the held-out ones, and those of the task."""
+    """Return the files that the package contains: the held-out ones, and all of ``LIBRARIES``."""
     root = Path(sysconfig.get_path("stdlib"))
     files = set(standard_library_files(held_out=True))
     for library in LIBRARIES:

@@ -28,7 +28,7 @@ Model = Annotated[
 ]
 Lengths = Annotated[str, typer.Option(help="tokens: 1k..64k (doubling) or 512,2k,3000")]
 Out = Annotated[Path, typer.Option(help="folder of results; resumes from earlier results in it")]
-Level = Annotated[str, typer.Option(help="op, layer, model, several with commas, or all")]
+Level = Annotated[str, typer.Option(help="op, model, or all")]
 Dtype = Annotated[
     str | None, typer.Option(help="data type; default: float32 on a CPU, bfloat16 on a GPU")
 ]
@@ -110,8 +110,8 @@ def compare(
         rows = run.compare(config, partial(_show_progress, on_status), partial(_log, as_json))
     missing = run.missing_quality(config, run.read_model_info(config.model))
     if not as_json:
-        show(console, rows, mode, model, missing)
-    page = write_report(out, rows, mode, model, missing)
+        show(console, rows, mode, missing)
+    page = write_report(out, rows, mode, missing)
     if as_json:
         print(json.dumps(rows, indent=2))
     else:
@@ -166,9 +166,7 @@ def _show_progress(show: Callable[[str], None], done: int, total: int, name: str
 
 
 def tasks(
-    task: Annotated[
-        str, typer.Option(help="mqar, mqar64, duplication, induction, listops or bytes")
-    ],
+    task: Annotated[str, typer.Option(help="mqar, mqar64, duplication or induction")],
     attention: Attentions = None,
     seeds: Annotated[int, typer.Option(help="runs per attention")] = 3,
     steps: Annotated[
@@ -186,7 +184,7 @@ def tasks(
     import torch
 
     from attnzoo.evaluation.results import FILE
-    from attnzoo.tasks.catalog import find_task
+    from attnzoo.tasks.recall import find_task
     from attnzoo.tasks.run import (
         TaskConfig,
         default_specs,
@@ -216,12 +214,7 @@ def inspect(
     text: Annotated[Path | None, typer.Option(help="text file; its first tokens are used")] = None,
     layer: Annotated[int, typer.Option(help="index of the layer")] = 0,
     head: Annotated[int, typer.Option(help="index of the head")] = 0,
-    attention: Annotated[
-        str | None,
-        typer.Option(
-            help="NAME or NAME:OPTION=VALUE,...; default: linear, or an encoder's own swap"
-        ),
-    ] = None,
+    attention: Annotated[str, typer.Option(help="NAME or NAME:OPTION=VALUE,...")] = "linear",
     tokens: Annotated[int, typer.Option(help="number of tokens")] = 192,
     out: Annotated[Path, typer.Option(help="folder for maps.json, maps.html and pictures")] = Path(
         "attnzoo-maps"
@@ -231,41 +224,21 @@ def inspect(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show attention maps of a head, exact and approximate: difference, entropy, distance.
+    """Show attention maps of a head, exact and approximate: difference and entropy.
 
-    Of a decoder only the given layer is swapped, so that both maps have the same queries and keys.
-    Of an encoder all layers are swapped, and the page has all heads, a classifier's predictions,
-    and hidden states in two dimensions.
+    Only the given layer is swapped, so that both maps have the same queries and keys.
     """
-    from attnzoo.compare.encoders import changed_table, is_encoder, prediction_table, read_encoder
-    from attnzoo.compare.maps import (
-        DATA,
-        heads_table,
-        make_maps,
-        maps_of_readings,
-        summary,
-        write_maps,
-    )
-    from attnzoo.evaluation.models import model_path
+    from attnzoo.compare.maps import MAPS, make_maps, maps_table, summary, write_maps
     from attnzoo.report.output_path import check_file
 
-    check_file(out / DATA, overwrite=overwrite)
-    path, encoder = model_path(model), None
-    if is_encoder(path):
-        spec = None if attention is None else spec_of(attention)
-        encoder = read_encoder(path, spec, text=text, tokens=tokens)
-        found = maps_of_readings(encoder, layer=layer, head=head)
-        tables = [prediction_table(encoder), changed_table(encoder)]
-    else:
-        spec = spec_of(attention or "linear")
-        found = make_maps(model, spec, text=text, layer=layer, head=head, tokens=tokens)
-        tables = []
+    check_file(out / MAPS, overwrite=overwrite)
+    spec = spec_of(attention)
+    found = make_maps(model, spec, text=text, layer=layer, head=head, tokens=tokens)
     if not as_json:
-        for table in [*filter(None, tables), heads_table(found)]:
-            table.print(console)
+        maps_table(found).print(console)
         console.print(summary(found[0]), soft_wrap=True, highlight=False)
-    page = write_maps(out, found, encoder)
+    page = write_maps(out, found)
     if as_json:
-        print((out / DATA).read_text("utf-8"), end="")
+        print((out / MAPS).read_text("utf-8"), end="")
     else:
-        _print_files(out / DATA, page)
+        _print_files(out / MAPS, page)

@@ -1,10 +1,9 @@
-"""Commands on the environment of programs: run, autoload, launch-config, doctor."""
+"""Commands on the environment of programs: run, autoload, doctor."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import runpy
 import sys
 import sysconfig
@@ -12,14 +11,13 @@ import traceback
 from collections import Counter
 from dataclasses import asdict
 from enum import StrEnum
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from attnzoo.commands.terminal import AsJson, console, problems, restore_output
-from attnzoo.errors import AttnzooError, SpecError, did_you_mean
+from attnzoo.errors import AttnzooError, SpecError
 
 # A line of a .pth file that begins with "import" is run whenever Python starts. The finder imports
 # attnzoo when transformers is about to be imported, and finds no module itself. It needs nothing of
@@ -94,48 +92,10 @@ def autoload(
     console.print(f"autoload is {state}", markup=False, highlight=False, soft_wrap=True)
 
 
-def launch_config(
-    name: Annotated[str, typer.Argument(help="ddp, fsdp2, deepspeed_zero2 or deepspeed_zero3")],
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs of a node")] = 2,
-    nodes: Annotated[int, typer.Option(min=1, help="nodes")] = 1,
-) -> None:
-    """Print a config of `accelerate launch` for several GPUs: launch-config fsdp2 > fsdp2.yaml.
-
-    With `--nodes 2`, start it on each node with `--machine_rank` and `--main_process_ip`
-    (docs/launching.md).
-    """
-    folder = files("attnzoo.commands") / "launch_configs"
-    known = sorted(
-        file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml")
-    )
-    if name not in known:
-        raise SpecError(
-            f"No launch config is called {name!r}.{did_you_mean(name, known)} "
-            f"Available: {', '.join(known)}."
-        )
-    print(_for_nodes((folder / f"{name}.yaml").read_text("utf-8"), gpus, nodes), end="")
-
-
-# Added to a config for several nodes; DeepSpeed's own launchers start processes by ssh and need a
-# hostfile, the standard one is torchrun's.
-OF_NODES = "main_process_port: 29500 # and --main_process_ip of the first node\n"
-OF_DEEPSPEED_NODES = "  deepspeed_multinode_launcher: standard\n"
-
-
-def _for_nodes(config: str, gpus: int, nodes: int) -> str:
-    """Return a launch config for a number of nodes, and of GPUs of each."""
-    config = re.sub(r"(?m)^num_processes: 2\b.*$", f"num_processes: {gpus * nodes}", config)
-    if nodes == 1:
-        return config
-    config = config.replace("num_machines: 1\n", f"num_machines: {nodes}\n{OF_NODES}")
-    config = config.replace("machine_rank: 0\n", "machine_rank: 0 # --machine_rank of each node\n")
-    return config.replace("deepspeed_config:\n", f"deepspeed_config:\n{OF_DEEPSPEED_NODES}")
-
-
 def doctor(
     full: Annotated[
         bool,
-        typer.Option("--all", help="also narrower instruction sets, and head sizes up to 256"),
+        typer.Option("--all", help="also GPU kernels of head sizes up to 256"),
     ] = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="check GPU kernels again that have a verdict")

@@ -24,14 +24,6 @@ from attnzoo.commands.terminal import AsJson, console, problems
 from attnzoo.errors import ConfigError
 
 
-def _print_task_folder(wanted: bool) -> None:
-    if wanted:
-        from attnzoo.evaluation.harness import task_folder
-
-        print(task_folder())
-        raise typer.Exit
-
-
 def _both(name: str, text: str) -> Any:
     """Return an option that lm_eval has, with its spelling too."""
     return typer.Option(f"--{name}", f"--{name.replace('-', '_')}", help=text)
@@ -61,15 +53,6 @@ Original = Annotated[
         metavar="MODEL", parser=model_folder, help="the model before the swap: its scores too"
     ),
 ]
-TaskFolder = Annotated[
-    bool,
-    typer.Option(
-        "--task-folder",
-        callback=_print_task_folder,
-        is_eager=True,
-        help="print the --include_path of our tasks for plain lm_eval",
-    ),
-]
 
 
 def evaluate(
@@ -91,7 +74,6 @@ def evaluate(
     gen_kwargs: GenKwargs = None,
     original: Original = None,
     as_json: AsJson = False,
-    task_folder: TaskFolder = False,
 ) -> None:
     """Compare a swapped model with softmax and with its window alone, on text or on tasks."""
     from attnzoo.training.arguments import token_count

@@ -1,4 +1,4 @@
-"""Build the call that a case measures: an operator, an attention layer or a whole model."""
+"""Build the call that a case measures: an operator or a whole model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from attnzoo.compare.cases import CostCase, ModelInfo
@@ -45,9 +45,7 @@ def prepare(case: CostCase, info: ModelInfo) -> Run:
             f"the model has {info.max_positions} positions, but the case needs {case.T}; "
             "attnzoo.extend_positions adds positions"
         )
-    model = load(info, case)
-    make = _layer if case.level == "layer" else _model
-    return make(case, info, model)
+    return _model(case, info, load(info, case))
 
 
 def cache_size(case: CostCase, info: ModelInfo) -> int:
@@ -133,7 +131,7 @@ def _op_step(case: CostCase, info: ModelInfo) -> Run:
     return torch.no_grad()(lambda: backend(**token, state=state, return_state=True).out)
 
 
-# -- model and layer -----------------------------------------------------------------------------
+# -- model ---------------------------------------------------------------------------------------
 
 
 def load(info: ModelInfo, case: CostCase) -> PreTrainedModel:
@@ -190,72 +188,6 @@ def _model(case: CostCase, info: ModelInfo, model: PreTrainedModel) -> Run:
         (out.loss if "labels" in arguments else out[0].float().mean()).backward()
 
     return train
-
-
-class _LayerCalled(Exception):
-    """Stops a forward pass at a layer; carries the arguments of the layer's call."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        super().__init__()
-        self.call = args, kwargs
-
-
-def _layer(case: CostCase, info: ModelInfo, model: PreTrainedModel) -> Run:
-    """Prepare the first attention module with the arguments that the model calls it with."""
-    module = attention_layers(model)[0].module
-    cache = None
-    arguments = _arguments(model, case, info, 1 if case.mode == "decode" else case.T)
-    if case.mode == "decode":
-        cache = filled_cache(model, case, info)
-        arguments |= cache_argument(cache)
-    args, kwargs = _layer_arguments(model, module, arguments)
-    if cache is not None:
-        return _with_cache_reset(lambda: module(*args, **kwargs), cache)
-    if case.mode != "train":
-        return torch.no_grad()(lambda: module(*args, **kwargs))
-    name = next((n for n in ("hidden_states", "x") if n in kwargs), None)
-    hidden = (kwargs[name] if name else args[0]).detach().requires_grad_()
-    rest, named = (args, kwargs | {name: hidden}) if name else ((hidden, *args[1:]), kwargs)
-    wanted = [hidden, *(p for p in module.parameters() if p.requires_grad)]
-
-    def train() -> Any:
-        out = module(*rest, **named)[0]
-        return out, torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)
-
-    return train
-
-
-def _with_cache_reset(step: Run, cache: Any) -> Run:
-    """Return a step that restores the cache afterwards, because its mask has a fixed length."""
-    before = [dict(vars(layer)) for layer in cache.layers]
-
-    @torch.no_grad()
-    def run() -> None:
-        step()
-        for layer, attributes in zip(cache.layers, before, strict=True):
-            vars(layer).update(attributes)
-
-    return run
-
-
-@torch.no_grad()
-def _layer_arguments(model: PreTrainedModel, module: nn.Module, arguments: dict[str, Any]) -> Any:
-    """Run the model up to ``module`` and return the arguments of that call."""
-
-    def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        raise _LayerCalled(args, kwargs)
-
-    handle = module.register_forward_pre_hook(stop, with_kwargs=True)
-    try:
-        model(**arguments)
-    except _LayerCalled as called:
-        return called.call
-    finally:
-        handle.remove()
-    raise UnsupportedError(
-        f"{type(model).__name__} does not call {type(module).__name__} when it runs on token ids; "
-        "measure --level op or model"
-    )
 
 
 @torch.no_grad()

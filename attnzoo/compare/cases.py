@@ -12,7 +12,7 @@ from attnzoo.evaluation.presets import preset_specs
 from attnzoo.registry import available_backends, get_backend
 from attnzoo.spec import AttentionSpec
 
-LEVELS = ("op", "layer", "model")
+LEVELS = ("model", "op")  # in the order in which they are measured
 MODES = ("forward", "train", "decode")
 BASELINE = "flash"  # the exact attention that others are compared with
 
@@ -24,8 +24,8 @@ class CostCase:
     Attributes:
         attention: Name of the attention in tables.
         spec: Its spec as plain data.
-        level: ``"op"``, the backend on random queries, keys and values; ``"layer"``, the attention
-            module with its projections; ``"model"``, the whole model.
+        level: ``"model"``, the whole model; ``"op"``, the backend on random queries, keys and
+            values.
         mode: ``"forward"``; ``"train"``, forward + backward; ``"decode"``, one token after T.
         T: Tokens per row.
         B: Rows.
@@ -126,7 +126,7 @@ class ModelInfo:
         generates: Whether it is causal and predicts the next token.
         max_positions: Number of positions, if limited.
         trained_positions: Number of positions that it was trained on, if its config has it.
-        text_model: Whether it runs on token ids alone, so that layers and the model can run.
+        text_model: Whether it runs on token ids alone, so that the model can run.
         module: Module that defines its class.
         dtype: Data type in which caches and memory are counted.
     """

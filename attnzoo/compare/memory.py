@@ -13,9 +13,7 @@ from attnzoo.compare.cases import CostCase, ModelInfo, is_exact
 from attnzoo.compare.workers import OK, REFUSED
 from attnzoo.errors import AttnzooError
 from attnzoo.evaluation.equal_memory import equal_window
-from attnzoo.evaluation.memory_case import MemoryCase
-from attnzoo.evaluation.memory_fit import estimate
-from attnzoo.evaluation.memory_tables import memory_table
+from attnzoo.evaluation.memory import MemoryCase, estimate, memory_table
 from attnzoo.evaluation.results import Row, append
 from attnzoo.report.format import format_length
 from attnzoo.report.table import Table

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from attnzoo.compare.advice import paragraph, speedups
+from attnzoo.compare.advice import findings_table, headline, speedups
 from attnzoo.compare.cases import LEVELS
 from attnzoo.compare.fit import (
     HORIZON,
@@ -29,6 +29,7 @@ from attnzoo.evaluation.results import Row
 from attnzoo.report import charts, page
 from attnzoo.report.charts import Axis, Plot, Series, length_axis, line_chart
 from attnzoo.report.format import byte_unit, format_length
+from attnzoo.report.table import Table
 
 PAGE = "report.html"
 Group = tuple[str, str, str]  # device, level, mode
@@ -39,7 +40,7 @@ Spread = Callable[[Curve, Mapping[int, float]], tuple[list[float], list[float]]]
 def group_curves(rows: Sequence[Row]) -> dict[Group, list[Curve]]:
     """Return the curves of every device, level and mode; the whole model first."""
     groups = {group: make_curves(found) for group, found in group_costs(list(rows)).items()}
-    order = sorted(groups, key=lambda group: (group[2], group[0], -LEVELS.index(group[1])))
+    order = sorted(groups, key=lambda group: (group[2], group[0], LEVELS.index(group[1])))
     return {group: groups[group] for group in order}
 
 
@@ -51,23 +52,23 @@ def main_group(groups: dict[Group, list[Curve]], mode: str) -> Group | None:
     return next(iter(on_gpu or found), None)
 
 
-def advice(rows: Sequence[Row], mode: str, model: str, missing: str = "") -> str:
-    """Return the findings of a comparison as text.
+def advice(rows: Sequence[Row], mode: str, missing: str = "") -> tuple[str, Table | None]:
+    """Return the main finding of a comparison as text, and a table of all attentions.
 
     Args:
         rows: All rows.
         mode: The mode to summarise.
-        model: The model, as on the command line.
         missing: Why no quality was measured, if none was requested or possible.
     """
     groups = group_curves(rows)
     group = main_group(groups, mode)
     if group is None:
-        return "Nothing could be measured; the reasons are listed above."
-    return f"{group_title(*group)}. {paragraph(groups[group], rows, group[2], model, missing)}"
+        return "Nothing could be measured; the reasons are listed above.", None
+    curves = groups[group]
+    return f"{group_title(*group)}. {headline(curves, rows, missing)}", findings_table(curves, rows)
 
 
-def show(console: Console, rows: Sequence[Row], mode: str, model: str, missing: str = "") -> None:
+def show(console: Console, rows: Sequence[Row], mode: str, missing: str = "") -> None:
     """Print the tables, the cases without a result, and the findings."""
     for group, curves in group_curves(rows).items():
         if group[2] == mode and any(curve.ms or curve.missing for curve in curves):
@@ -80,23 +81,25 @@ def show(console: Console, rows: Sequence[Row], mode: str, model: str, missing: 
         memory.print(console)
     for name, reason in not_measured(rows):
         console.print(f"{name}: {reason}", soft_wrap=True, highlight=False, markup=False)
-    text = advice(rows, mode, model, missing)
+    text, findings = advice(rows, mode, missing)
+    if findings is not None:
+        findings.print(console)
     console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 
-def write_report(
-    out: Path, rows: Sequence[Row], mode: str, model: str, missing: str = ""
-) -> Path | None:
+def write_report(out: Path, rows: Sequence[Row], mode: str, missing: str = "") -> Path | None:
     """Write ``report.html`` and its plots as PNG; return ``None`` without matplotlib."""
     if not charts.can_draw():
         return None
     groups = group_curves(rows)
     main = main_group(groups, mode)
     plots = [] if main is None else quality_plots(rows, main, groups[main])
+    text, findings = advice(rows, mode, missing)
     body = [
         page.heading("Which attention is faster, and from which length on?", 1),
         page.paragraph(_subject(rows), muted=True),
-        page.paragraph(advice(rows, mode, model, missing)),
+        page.paragraph(text),
+        "" if findings is None else findings.html(),
         page.plots_html(plots),
     ]
     quality = quality_table(rows)

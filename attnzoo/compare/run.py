@@ -43,12 +43,11 @@ from attnzoo.compare.workers import (
     measure_quality,
 )
 from attnzoo.errors import SpecError, did_you_mean
-from attnzoo.evaluation.cost_laws import contradicted
 from attnzoo.evaluation.embeddings import EmbeddingEvalBatch, make_embedding_batch
 from attnzoo.evaluation.models import is_embedded, max_positions, model_path, spec_label
 from attnzoo.evaluation.recall import RecallEvalBatch, make_recall_batch
 from attnzoo.evaluation.results import FORMAT, Row, append, commit, open_results
-from attnzoo.evaluation.timing import machine
+from attnzoo.evaluation.timing import contradicted, machine
 from attnzoo.hf.configs import has_field, read_field
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.saving.dtype import dtype_name, saved_dtype
@@ -247,26 +246,36 @@ def compare(
     rows = add_memory(  # first: what is computed, in seconds
         sizes, info, config.out, about, rows, lambda n, name: on_progress(n, total, name)
     )
-    if batch and info.generates:
-        rows = add_equal_windows(sizes, info, config.out, about, rows)
     done = len(sizes)
-    rows = _measure_costs(
-        *(cases, info, workers, config, about, rows),
-        lambda n, name: on_progress(done + n, total, name),
-    )
     if batch:
-        done += len(cases)
-        if sizes and info.generates:
-            known = {spec_label(spec) for spec in specs}
-            windows = {w for w in equal_windows(rows).values() if w and w < batch.shape[1]}
-            for window in sorted(windows):  # measured beside the attentions, without cost
-                spec = AttentionSpec(BASELINE, window=window)
-                specs = [*specs, spec] if spec_label(spec) not in known else specs
+        if info.generates and sizes:
+            rows = add_equal_windows(sizes, info, config.out, about, rows)
+            specs = _with_equal_windows(specs, rows, batch.shape[1])
+        total = done + len(specs) + len(cases)
         rows = _measure_quality(
             specs, info, workers, config.out, about, rows, batch,
             lambda n, name: on_progress(done + n, total, name),
         )  # fmt: skip
-    return rows
+    return _measure_costs(
+        *(cases, info, workers, config, about, rows),
+        lambda n, name: on_progress(total - len(cases) + n, total, name),
+    )
+
+
+def _with_equal_windows(
+    specs: list[AttentionSpec], rows: Sequence[Row], length: int
+) -> list[AttentionSpec]:
+    """Return the attentions and the windows of equal memory, of which only quality is measured.
+
+    Args:
+        specs: The attentions.
+        rows: Rows with the windows.
+        length: Tokens per row in the quality measurement; wider windows see every key.
+    """
+    known = {spec_label(spec) for spec in specs}
+    windows = {w for w in equal_windows(rows).values() if w and w < length}
+    added = [AttentionSpec(BASELINE, window=window) for window in sorted(windows)]
+    return [*specs, *(spec for spec in added if spec_label(spec) not in known)]
 
 
 def _cases(config: CompareConfig, specs: list[AttentionSpec], device: str) -> list[CostCase]:
@@ -283,10 +292,10 @@ def _cases(config: CompareConfig, specs: list[AttentionSpec], device: str) -> li
 
 
 def _gpu_cases(cases: list[CostCase], rows: list[Row]) -> list[CostCase]:
-    """Return the shortest case without a row of each attention on a GPU, at the highest level."""
+    """Return the shortest case without a row of each attention on a GPU, at the first level."""
     known = {row["key"] for row in rows}
     found = [case for case in cases if case.device == "cuda" and case.key() not in known]
-    found.sort(key=lambda case: (-LEVELS.index(case.level), case.T))
+    found.sort(key=lambda case: (LEVELS.index(case.level), case.T))
     return list({case.attention: case for case in reversed(found)}.values())
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attnzoo.compare.advice import losses, speedups
-from attnzoo.compare.fit import HORIZON, Curve, best_exact, clearly_faster, crossover
+from attnzoo.compare.advice import faster_from, losses, speedups
+from attnzoo.compare.fit import HORIZON, Curve
 from attnzoo.compare.memory import equal_windows
 from attnzoo.compare.workers import NOT_RUN, OK
 from attnzoo.evaluation.results import Row
 from attnzoo.report.format import format_bytes, format_length, number, significant
 from attnzoo.report.table import Table
 
-LEVEL_NAMES = {"op": "operator", "layer": "attention layer", "model": "whole model"}
+LEVEL_NAMES = {"op": "operator", "model": "whole model"}
 MODE_NAMES = {"forward": "forward", "train": "forward + backward", "decode": "decoding one token"}
 
 
@@ -33,7 +33,7 @@ def cost_table(curves: Sequence[Curve], group: tuple[str, str, str]) -> Table:
     """
     decode = group[2] == "decode"
     lengths = sorted({n for curve in curves for n in (*curve.ms, *curve.missing)})
-    exact, longest = best_exact(curves), lengths[-1]
+    longest = lengths[-1]
     horizon = HORIZON * longest
     fast = speedups(curves, longest)
     columns = [
@@ -58,7 +58,7 @@ def cost_table(curves: Sequence[Curve], group: tuple[str, str, str]) -> Table:
                 _percent(max(curve.spread.values(), default=None)),
                 "" if curve.exact else number(fast.get(curve.attention), 1),
                 "busy" if curve.busy else "-" if power is None else f"T^{power:.2f}",
-                _crossover(curve, curves, exact),
+                faster_from(curve, curves),
                 format_bytes(sizes.get(longest)),
             ]
         )
@@ -83,19 +83,6 @@ def _cost(curve: Curve, length: int) -> str:
 def _predicted(curve: Curve, length: int) -> str:
     value = curve.predicted_ms(length)
     return "-" if value is None else f"~{significant(value, 2)}"
-
-
-def _crossover(curve: Curve, curves: Sequence[Curve], exact: dict[int, float]) -> str:
-    """Return the length from which on an attention is clearly faster; ~ marks a prediction."""
-    if curve.exact:
-        return ""
-    if curve.busy:
-        return "busy"
-    found = crossover(curve.ms, exact, clearly_faster(curve, curves))
-    if found is None:
-        return "not seen"
-    sign = "~" if found.predicted else "<= " if found.at_most else ""
-    return f"{sign}{format_length(found.length)}"
 
 
 def quality_table(rows: Sequence[Row]) -> Table | None:

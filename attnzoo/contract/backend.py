@@ -27,6 +27,7 @@ from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import AttentionOutput, ImplChoice, keep_pool
 from attnzoo.contract.validation import DTYPES, qkv_reasons, refuse_output
 from attnzoo.errors import UnsupportedError, check_registered_class, check_registered_name
+from attnzoo.runtime.derivatives import is_transformed
 
 B = TypeVar("B", bound="type[AttentionBackend]")
 ONLY_IMPLEMENTATION = ImplChoice("reference", "the only implementation")
@@ -434,6 +435,25 @@ class AttentionBackend(nn.Module):
         """Run :meth:`attend`, also on empty inputs and packed rows, and set ``ran``."""
         if 0 in (*inputs.q.shape, *inputs.k.shape):
             return attend_to_nothing(self._attend, inputs)
+        if not torch.compiler.is_compiling() and is_transformed():
+            fields = inputs.mask.mapped_fields()
+            if fields:
+                return self._attend_mapped(inputs, fields)
+        return self._attend_tokens(inputs)
+
+    def _attend_mapped(self, inputs: AttentionInputs, fields: str) -> AttentionOutput:
+        """Run a call with a mask that ``torch.vmap`` maps."""
+        try:
+            return self._attend_tokens(inputs)
+        except RuntimeError as error:  # a value is read, or an operator is not mapped
+            raise UnsupportedError(
+                f"{self.geometry.name}: backend {self.name!r} cannot run under torch.vmap with a "
+                f"mapped mask ({fields}), whose values decide what it computes. Make the mapped "
+                "dimension a part of the batch, or do not map the mask"
+            ) from error
+
+    def _attend_tokens(self, inputs: AttentionInputs) -> AttentionOutput:
+        """Run :meth:`attend` on tokens."""
         mask, can = inputs.mask, self.capabilities
         if can.sequences and not (mask.padding is None and mask.segment_ids is None):
             is_crossed = inputs.q.shape[2] != inputs.k.shape[2]

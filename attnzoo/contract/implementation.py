@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from attnzoo.contract.states import ImplChoice
@@ -42,6 +43,7 @@ Call = TypeVar("Call", bound=OpCall)
 Result = TypeVar("Result")
 
 NAMED = "named in the options"
+NOT_IN_ONNX = "torch.onnx.export has no translation of its operators"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,7 @@ class Implementation(Generic[Call, Result]):
             Reads verdicts (:mod:`attnzoo.runtime.kernel_groups`), so it is called last.
         note: Returns what ``describe`` adds about a call, for example the kernel that runs; ``""``
             if nothing.
+        onnx: Whether ``torch.onnx.export`` translates all its operators.
     """
 
     op: str
@@ -79,6 +82,7 @@ class Implementation(Generic[Call, Result]):
     auto_reasons: Callable[[Call], list[str]] | None = None
     verdict: Callable[[Call], tuple[str, str]] | None = None
     note: Callable[[Call], str] | None = None
+    onnx: bool = False
     choice: ImplChoice = field(init=False, compare=False)  # by "auto", without more to say
     named: ImplChoice = field(init=False, compare=False)  # by its name
 
@@ -99,11 +103,15 @@ class Implementation(Generic[Call, Result]):
         if not self.runs_on(device):
             devices = ", ".join(self.devices)
             reasons.append(f"the tensors are on {device} ({self.name} runs on {devices})")
+        if not self.onnx and exports_to_onnx():
+            reasons.append(NOT_IN_ONNX)
         return reasons + (self.reasons(call) if self.reasons else [])
 
     def supports(self, call: Call) -> bool:
         """Return whether it computes a call."""
-        return self.runs_on(call.q.device.type) and not (self.reasons and self.reasons(call))
+        if not self.runs_on(call.q.device.type) or (exports_to_onnx() and not self.onnx):
+            return False
+        return not (self.reasons and self.reasons(call))
 
 
 # What implementations of these names have in common, where nothing else is to be said of them
@@ -205,8 +213,11 @@ def select_if_supported(
             return None
         note = named.note(call) if named.note else ""
         return named, _with(named.named, note) if note else named.named
-    table, refused = _AUTOMATIC[op], []
+    table, refused, onnx = _AUTOMATIC[op], [], exports_to_onnx()
     for each in table.get(call.q.device.type, table[""]):
+        if onnx and not each.onnx:
+            refused.append(f"{each.name} cannot: {NOT_IN_ONNX}")
+            continue
         if each.auto_reasons and (skipped := each.auto_reasons(call)):
             refused.append(f"{each.name} is skipped: {'; '.join(skipped)}")
             continue
@@ -224,6 +235,17 @@ def select_if_supported(
     return None
 
 
+def exports_to_onnx() -> bool:
+    """Return whether ``torch.onnx.export`` records this call."""
+    recorded = torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None
+    return recorded and _is_in_onnx_export()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_in_onnx_export() -> bool:  # torch.compile takes torch's function for False
+    return torch.onnx.is_in_onnx_export()
+
+
 def _with(choice: ImplChoice, *more: str) -> ImplChoice:
     """Return a choice with more reasons, of which some may be empty."""
     return choice._replace(reason="; ".join(filter(None, (choice.reason, *more))))
@@ -236,6 +258,11 @@ def _refusal(op: str, call: Call, requested: str) -> str:
         return (
             f"{op} has no impl {requested!r}.{did_you_mean(requested, names)} "
             f"It has {', '.join(names)}."
+        )
+    if exports_to_onnx() and not any(each.onnx for each in table.values()):
+        return (
+            f"torch.onnx.export has no translation of the operators of {op}; give the layer "
+            "backend 'softmax' or 'flash', or use torch.export"
         )
     if requested != "auto":
         usable = ["auto", *(name for name, each in table.items() if each.supports(call))]

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnzoo.runtime.derivatives import is_mapped
+
 Window = tuple[int, int]  # keys before and after the position of the query
 MAX_DISTANCE = 2**62  # of a window's end; no sequence is longer
 
@@ -131,6 +133,12 @@ class AttentionMask:
         if self.window is not None:
             window = (min(window[0], self.window[0]), min(window[1], self.window[1]))
         return replace(self, window=window, num_sinks=num_sinks)
+
+    def mapped_fields(self) -> str:
+        """Return which of its tensors ``torch.vmap`` maps, as errors name them; ``""`` if none."""
+        fields = ("padding", "segment_ids")
+        tensors = ((name, getattr(self, name)) for name in fields)
+        return " and ".join(name for name, x in tensors if x is not None and is_mapped(x))
 
     def of_new_tokens(self, q_length: int) -> AttentionMask:
         """Return the mask of the T newest tokens, for backends whose state holds earlier ones.

@@ -8,8 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnzoo.runtime.derivatives import is_transformed
-
 
 def padding_if_any(padding: Tensor | None) -> Tensor | None:
     """Return a padding mask, or ``None`` if it is known that all tokens are real.
@@ -48,16 +46,34 @@ def fill_padding(
 
 def gather_tokens(x: Tensor, index: Tensor) -> Tensor:
     """Gather the tokens at ``[1 or B, N]`` of ``[B, H, S, D]``, which gives ``[B, H, N, D]``."""
-    return torch.take_along_dim(x, index[:, None, :, None], 2)
+    batch, heads, _, size = x.shape
+    # take_along_dim fixes the lengths that an exported program accepts
+    return x.gather(2, index[:, None, :, None].expand(batch, heads, -1, size))
+
+
+def padding_first(padding: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the order of tokens that puts padding first, and the inverse order, ``[B, S]`` each.
+
+    Both kinds of tokens keep their order. There is no sort, which ONNX does not have.
+
+    Args:
+        padding: ``[B, S]`` bool, false at padding.
+    """
+    real, other = padding.long(), (~padding).long()
+    place = torch.where(padding, other.sum(1, keepdim=True) + real.cumsum(1), other.cumsum(1)) - 1
+    tokens = torch.arange(padding.shape[1], device=padding.device).expand_as(place)
+    return torch.zeros_like(place).scatter(1, place, tokens), place
 
 
 def values_are_known(*tensors: Tensor) -> bool:
     """Return whether values may be read, which waits for a device.
 
-    They are unknown in a compiled graph, under a transform of ``torch.func``, while a CUDA graph is
-    captured, and on the meta device.
+    They are unknown in a compiled graph, in a tensor that ``torch.func`` transforms, while a CUDA
+    graph is captured, and on the meta device.
     """
-    if torch.compiler.is_compiling() or is_transformed():
+    if torch.compiler.is_compiling():
+        return False
+    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
         return False
     if any(x.is_cuda for x in tensors) and torch.cuda.is_current_stream_capturing():
         return False

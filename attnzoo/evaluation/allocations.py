@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from accelerate import init_empty_weights
@@ -36,27 +36,13 @@ class Allocation(NamedTuple):
 
     peak: int  # the most at any time
     kept: int  # after the call, while its result exists
-    peaks: tuple[int, ...] = ()  # the most between one mark and the next
-    elsewhere: int = 0  # in other memory
+    peaks: tuple[int, ...]  # the most between one mark and the next
 
 
-def _nothing() -> None:
-    pass
+Meter = Callable[..., Allocation]  # of a function, and of one that is called before each run
 
 
-class Meter(Protocol):
-    """Measures the allocations of a call."""
-
-    def __call__(self, run: Callable[[], Any], reset: Callable[[], Any] = _nothing) -> Allocation:
-        """Run a function, perhaps several times, and return what it allocates.
-
-        Args:
-            run: The function.
-            reset: Called before each run.
-        """
-
-
-def real_meter(run: Callable[[], Any], reset: Callable[[], Any] = _nothing) -> Allocation:
+def real_meter(run: Callable[[], Any], reset: Callable[[], Any] = lambda: None) -> Allocation:
     """Run a function twice on CPU tensors; the second time is measured.
 
     The first call allocates persistent buffers, which are not counted. The profiler sees it too,
@@ -65,29 +51,30 @@ def real_meter(run: Callable[[], Any], reset: Callable[[], Any] = _nothing) -> A
     reset()
     profile_allocations(run)
     reset()
-    return Allocation(*profile_allocations(run))
+    peak, kept = profile_allocations(run)
+    return Allocation(peak, kept, (peak,))
 
 
 class AllocationTracker(TorchDispatchMode):
     """Count the bytes of the storages that operations on fake tensors create.
 
-    It is a :class:`Meter`. Buffers that a kernel allocates and frees within one operation are
+    It is a ``Meter``. Buffers that a kernel allocates and frees within one operation are
     counted where the operator registers them (``register_buffer_bytes``).
 
     Attributes:
         current: Bytes of the counted storages that are alive.
         peak: The largest ``current`` since the last mark.
-        elsewhere: Bytes of the storages of :meth:`in_other_memory` that are alive.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.current = self.peak = self.elsewhere = 0
-        self._in_other_memory = False
+        self.current = self.peak = 0
         self._peaks: list[int] = []  # between marks
-        self._alive: dict[int, int] = {}  # storage -> bytes; 0 for storages made elsewhere
+        self._alive: dict[int, int] = {}  # storage -> bytes; 0 for those of inputs
 
-    def __call__(self, run: Callable[[], Any], reset: Callable[[], Any] = _nothing) -> Allocation:
+    def __call__(
+        self, run: Callable[[], Any], reset: Callable[[], Any] = lambda: None
+    ) -> Allocation:
         """Run a function once and return what it allocates."""
         reset()
         self._peaks.clear()
@@ -103,14 +90,6 @@ class AllocationTracker(TorchDispatchMode):
         """Record the peak since the last mark."""
         self._peaks.append(self.peak)
         self.peak = self.current
-
-    def in_other_memory(self, make: Callable[[], Tensor]) -> Tensor:
-        """Return a tensor that a function makes, whose bytes are not in the counted memory."""
-        self._in_other_memory = True
-        try:
-            return make()
-        finally:
-            self._in_other_memory = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -132,16 +111,13 @@ class AllocationTracker(TorchDispatchMode):
         key = storage._cdata
         if key in self._alive:
             return
-        elsewhere = count if self._in_other_memory else 0
-        self._alive[key] = count - elsewhere
-        self.current += count - elsewhere
-        self.elsewhere += elsewhere
+        self._alive[key] = count
+        self.current += count
         self.peak = max(self.peak, self.current)
-        weakref.finalize(storage, self._free, key, elsewhere)
+        weakref.finalize(storage, self._free, key)
 
-    def _free(self, key: int, elsewhere: int) -> None:
+    def _free(self, key: int) -> None:
         self.current -= self._alive.pop(key)
-        self.elsewhere -= elsewhere
 
 
 def _run(func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:

@@ -40,7 +40,7 @@ def is_held_out(name: str) -> bool:
 def source_files() -> dict[str, bytes]:
     """Return the files in the package by their names, such as ``"email/parser.py"``, in order.
 
-    They are the held-out files and those of :data:`attnzoo.tasks.documents.LIBRARIES`.
+    They are the held-out files and those of four packages (``tools/python_text.py``).
     """
     with zipfile.ZipFile(SOURCES) as archive:
         return {name: archive.read(name) for name in archive.namelist()}

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedModel
 
-from attnzoo.evaluation.cost_laws import contradicted
 from attnzoo.evaluation.quality import OnStep
+from attnzoo.evaluation.timing import contradicted
 from attnzoo.hf.seam import cache_argument
 
 PREFILL_TOKENS = 1024  # per forward call while the cache is filled

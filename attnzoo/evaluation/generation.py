@@ -1,4 +1,8 @@
-"""Quality of greedy generation: continuations, copied segments and needles.
+"""Rows whose end repeats earlier tokens, and the quality of greedy generation.
+
+A row ends with a copied segment, or with the number of a needle. Each is one document, and begins
+with text of one; it is at most as long as the documents of the text, because a model that was
+trained on these has seen no longer ones. They need no download.
 
 The loss of a text scores each token after the true ones. In generation a model reads its own
 tokens, so that one wrong token changes those that follow.
@@ -6,7 +10,7 @@ tokens, so that one wrong token changes those that follow.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,19 +18,84 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from attnzoo.evaluation.corpus import cut_rows
-from attnzoo.evaluation.recall_rows import (
-    COPY_TOKENS,
-    Encode,
-    Needles,
-    copy_rows,
-    recall_distances,
-)
 from attnzoo.evaluation.rows import Rows, beginnings
 from attnzoo.hf.seam import cache_argument
 
-ROWS = 16  # of each kind
+ROWS = 6  # of copies and needles, by distance
+COPY_TOKENS = 48  # length of a copied segment
+MIN_DISTANCE = 64  # shortest distance, and end of the first position bucket
+Encode = Callable[[str], Tensor]
+PROMPTS = 16  # and copies and needles that are generated
 NEW_TOKENS = 64  # longest continuation
 COPY_ANSWER = COPY_TOKENS // 2  # generated tokens of a copy; the prompt ends with the others
+
+
+def recall_distances(length: int) -> list[int]:
+    """Return the distances that fit into rows of ``length`` tokens, doubling from the shortest."""
+    found, distance = [], MIN_DISTANCE
+    while distance + COPY_TOKENS + MIN_DISTANCE <= length:
+        found.append(distance)
+        distance *= 2
+    return found
+
+
+def copy_rows(
+    documents: Sequence[Tensor], distance: int, generator: torch.Generator, count: int = ROWS
+) -> Rows:
+    """Return rows that end with a copy of the ``COPY_TOKENS`` tokens ``distance`` tokens earlier.
+
+    Rows of ``MIN_DISTANCE + distance + COPY_TOKENS`` tokens.
+    """
+    rows = cut_rows(documents, count, MIN_DISTANCE + distance + COPY_TOKENS, generator)
+    source = rows.tokens[:, -COPY_TOKENS - distance : -distance or None]
+    rows.tokens[:, -COPY_TOKENS:] = source[:, :COPY_TOKENS]
+    return rows
+
+
+class Needles:
+    """One number per row: the tokens that assign it to a name, and those that ask for it.
+
+    Args:
+        encode: Returns the tokens of a string.
+        count: Number of rows.
+
+    Attributes:
+        answer_tokens: Tokens of the shortest number.
+        reason: Why the numbers cannot be measured: the tokenizer does not write them; or ``""``.
+    """
+
+    def __init__(self, encode: Encode, count: int = ROWS) -> None:
+        self.assignments: list[Tensor] = []
+        self.questions: list[Tensor] = []  # each ends with its answer
+        answers = []
+        for row in range(count):
+            number = str(27_644_437 * (row + 3) % 9_000_000 + 1_000_000)
+            answers.append(encode(number))
+            self.assignments.append(encode(f"\nPASSKEY_{row} = {number}\n"))
+            self.questions.append(torch.cat([encode(f"\nPASSKEY_{row} = "), answers[-1]]))
+        self.answer_tokens = min(map(len, answers))
+        unknown = getattr(encode, "unknown", None)  # of StringTokenizer
+        written = {tuple(x.tolist()) for x in answers}
+        self.reason = ""
+        if len(written) < count or any(unknown in x for x in written):
+            self.reason = (
+                "needles are not measured: the tokenizer writes numbers with its unknown token, or "
+                "not at all"
+            )
+
+    def rows(self, documents: Sequence[Tensor], distance: int, generator: torch.Generator) -> Rows:
+        """Return rows that assign a number ``distance`` tokens before they ask for it."""
+        length = MIN_DISTANCE + distance + max(map(len, self.questions))
+        rows = cut_rows(documents, len(self.questions), length, generator)
+        for row, given, question in zip(rows.tokens, self.assignments, self.questions, strict=True):
+            start = length - len(question) - distance
+            row[start : start + len(given)] = given
+            row[length - len(question) :] = question
+        return rows
+
+    def fit(self, distance: int, length: int) -> bool:
+        """Return whether rows of a distance have no more tokens than ``length``."""
+        return MIN_DISTANCE + distance + max(map(len, self.questions)) <= length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,9 +169,9 @@ def make_generation_batch(
     generator = torch.Generator().manual_seed(0)
     if rows is None and len(documents) == 1:
         new_tokens = min(NEW_TOKENS, length // 2)
-        prompts = cut_rows(documents, ROWS, length - new_tokens, generator).tokens
+        prompts = cut_rows(documents, PROMPTS, length - new_tokens, generator).tokens
     else:
-        first = beginnings(documents if rows is None else rows.documents(), ROWS, length)
+        first = beginnings(documents if rows is None else rows.documents(), PROMPTS, length)
         new_tokens = min(NEW_TOKENS, first.shape[1] // 2)
         prompts = first[:, : first.shape[1] - new_tokens]
         if len(prompts) == 0 or new_tokens == 0:
@@ -110,11 +179,11 @@ def make_generation_batch(
     length = min(length, max(map(len, documents)))
     distances = recall_distances(length)
     distance = distances[-1] if distances else 0
-    needles = Needles(encode, ROWS)
+    needles = Needles(encode, PROMPTS)
     fits = bool(distances) and needles.fit(distance, length)
     return GenerationBatch(
         prompts=Rows.of_documents(prompts),
-        copies=copy_rows(documents, distance, generator, ROWS) if distances else None,
+        copies=copy_rows(documents, distance, generator, PROMPTS) if distances else None,
         needles=needles.rows(documents, distance, generator)
         if fits and not needles.reason
         else None,

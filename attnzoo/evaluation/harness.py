@@ -1,27 +1,23 @@
-"""Tasks of lm-evaluation-harness on models in memory."""
+"""Tasks of lm-evaluation-harness on models in memory, and generated ones that need no download."""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from attnzoo.errors import ConfigError, did_you_mean
+from attnzoo.evaluation import ruler
 from attnzoo.evaluation.data import load_tokenizer
 
+GROUP = "attnzoo_ruler"  # all generated tasks
+GENERATED = {f"attnzoo_{kind}": kind for kind in ruler.KINDS}
 NOT_METRICS = ("alias", "name", "sample_len", " ")
-
-
-def task_folder() -> Path:
-    """Return the folder of attnzoo's tasks, for lm_eval's ``include_path``."""
-    return Path(str(files("attnzoo.evaluation.harness_tasks")))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +25,7 @@ class HarnessTasks:
     """Tasks of lm-evaluation-harness, with its options.
 
     Attributes:
-        names: Names of tasks, groups and tags, or patterns of them.
+        names: Names of tasks, groups and tags, or patterns of lm_eval's.
         limit: Documents per task, or a fraction of them if below 1; all when ``None``.
         batch_size: Rows per batch, or ``"auto"``.
         num_fewshot: Solved examples in a prompt; those of the task when ``None``.
@@ -55,41 +51,14 @@ class HarnessTasks:
                 'pip install "attnzoo[eval]"'
             )
         if not self.names:
-            raise ConfigError("tasks names no task; give some, such as attnzoo_ruler")
+            raise ConfigError(f"tasks names no task; give some, such as {GROUP}")
         if self.limit is not None and self.limit <= 0:
             raise ConfigError(f"limit must be above 0, got {self.limit}")
-        if self.batch_size != "auto" and not (
-            isinstance(self.batch_size, int) and self.batch_size > 0
-        ):
-            raise ConfigError(f"batch_size must be above 0, or 'auto', got {self.batch_size!r}")
+        size = self.batch_size
+        if size != "auto" and not (isinstance(size, int) and size > 0):
+            raise ConfigError(f"batch_size must be above 0, or 'auto', got {size!r}")
         if self.include_path is not None and not self.include_path.is_dir():
             raise ConfigError(f"include_path: there is no folder {str(self.include_path)!r}")
-
-    def manager(self, tokenizer: Path) -> Any:
-        """Return lm_eval's index of tasks: attnzoo's, those of ``include_path``, and its own.
-
-        Raises:
-            ConfigError: A name is unknown.
-        """
-        from lm_eval.tasks import TaskManager
-
-        folders = [task_folder(), *([self.include_path] if self.include_path else [])]
-        metadata: dict[str, Any] = {"tokenizer": str(tokenizer)}
-        if self.limit is not None and self.limit >= 1:
-            metadata["num_samples"] = int(self.limit)  # no more prompts than are used
-        metadata |= self.metadata or {}
-        manager: Any = None
-        for defaults in (False, True):  # the index of all of its tasks takes seconds
-            manager = TaskManager(
-                include_path=folders, include_defaults=defaults, metadata=metadata
-            )
-            unknown = [name for name in self.names if not manager.match_tasks([name])]
-            if not unknown:
-                return manager
-        raise ConfigError(
-            f"lm_eval has no task {unknown[0]!r}.{did_you_mean(unknown[0], manager.all_tasks)} "
-            "`lm_eval ls tasks` lists its own, and attnzoo_ruler is the group of attnzoo's"
-        )
 
 
 @dataclass(frozen=True)
@@ -99,18 +68,59 @@ class Harness:
     Args:
         tasks: The tasks.
         path: Folder of the tokenizer.
-
-    Raises:
-        ConfigError: A task is unknown.
     """
 
     tasks: HarnessTasks
     path: Path
 
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Tokens of generated prompts with their answers."""
+        given = (self.tasks.metadata or {}).get("max_seq_lengths", ruler.LENGTHS)
+        lengths = list(given) if isinstance(given, list | tuple) else [given]
+        if not lengths or not all(isinstance(n, int) and n > 0 for n in lengths):
+            raise ConfigError(f"max_seq_lengths takes integers above 0, got {given!r}")
+        return lengths
+
+    @cached_property
+    def generated(self) -> list[dict[str, Any]]:
+        """The generated tasks among the names, as configs of lm_eval."""
+        limit = self.tasks.limit or 0
+        count = int(limit) if limit >= 1 else ruler.SAMPLES  # no more prompts than are used
+        return [
+            ruler.task_config(kind, load_tokenizer(self.path), self.lengths, count)
+            for name, kind in GENERATED.items()
+            if {name, GROUP}.intersection(self.tasks.names)
+        ]
+
     @cached_property
     def manager(self) -> Any:
-        """lm_eval's index of tasks."""
-        return self.tasks.manager(self.path)
+        """lm_eval's index of tasks.
+
+        Raises:
+            ConfigError: A name is unknown.
+        """
+        from lm_eval.tasks import TaskManager
+
+        metadata = {"tokenizer": str(self.path), **(self.tasks.metadata or {})}
+        manager: Any = None
+        for defaults in (False, True):  # the index of all of its tasks takes seconds
+            manager = TaskManager(
+                include_path=self.tasks.include_path, include_defaults=defaults, metadata=metadata
+            )
+            unknown = [name for name in self._named if not manager.match_tasks([name])]
+            if not unknown:
+                return manager
+        known = [*manager.all_tasks, *GENERATED, GROUP]
+        raise ConfigError(
+            f"lm_eval has no task {unknown[0]!r}.{did_you_mean(unknown[0], known)} "
+            f"`lm_eval ls tasks` lists its own, and {GROUP} is the group of attnzoo's"
+        )
+
+    @property
+    def _named(self) -> list[str]:
+        """The names of lm_eval's tasks."""
+        return [name for name in self.tasks.names if name not in (GROUP, *GENERATED)]
 
     def run(self, model: Any) -> dict[str, dict[str, Any]]:
         """Return the metrics of every task and group by lm_eval's names, such as ``acc,none``.
@@ -119,67 +129,45 @@ class Harness:
             model: A causal model on its device.
 
         Raises:
-            ConfigError: A prompt is longer than the model's positions, or the data of a task
-                cannot be loaded.
+            ConfigError: A task is unknown, a generated prompt is longer than the model's positions,
+                or the data of a task cannot be loaded.
         """
-        names = self.manager.match_tasks(list(self.tasks.names))
+        from lm_eval import evaluator
+        from lm_eval.models.huggingface import HFLM
+
+        tasks, tokenizer = self.tasks, load_tokenizer(self.path)
+        size = {"max_length": tasks.max_length, "batch_size": tasks.batch_size}
+        harness = HFLM(pretrained=model, tokenizer=tokenizer, **size)
+        self._check_lengths(harness.max_length)
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)  # else it repeats itself every time
         try:
-            with _errors_only(logging.getLogger("lm_eval")):
-                found = self._evaluate(model, names)
+            # git, asked for the revision of the folder, prints an error where there is none
+            with patch.object(evaluator, "get_git_commit_hash", lambda: None, create=True):
+                found: Any = evaluator.simple_evaluate(
+                    harness,
+                    tasks=[*self.manager.match_tasks(self._named), *self.generated],
+                    num_fewshot=tasks.num_fewshot,
+                    limit=tasks.limit,
+                    gen_kwargs=tasks.gen_kwargs,
+                    task_manager=self.manager,
+                    log_samples=False,
+                )
         except OSError as error:
             raise ConfigError(
-                f"The data of {', '.join(names)} cannot be loaded: {error} Check the connection "
-                "to the Hugging Face Hub, or give tasks that need none, such as attnzoo_ruler"
+                f"The data of {', '.join(tasks.names)} cannot be loaded: {error} Check the "
+                f"connection to the Hugging Face Hub, or give tasks that need none, as {GROUP}"
             ) from error
         return {
             name: {key: value for key, value in metrics.items() if key not in NOT_METRICS}
             for name, metrics in found["results"].items()
         }
 
-    def _evaluate(self, model: Any, names: list[str]) -> Any:
-        from lm_eval import evaluator
-        from lm_eval.models.huggingface import HFLM
-
-        tasks = self.tasks
-        harness = HFLM(
-            model,
-            tokenizer=load_tokenizer(self.path),
-            max_length=tasks.max_length,
-            batch_size=tasks.batch_size,
-        )
-        self._check_lengths(names, harness.max_length)
-        # Its result has the revision of the working folder; git prints an error where there is none
-        with patch.object(evaluator, "get_git_commit_hash", lambda: None, create=True):
-            return evaluator.simple_evaluate(
-                harness,
-                tasks=names,
-                num_fewshot=tasks.num_fewshot,
-                limit=tasks.limit,
-                gen_kwargs=tasks.gen_kwargs,
-                task_manager=self.manager,
-                log_samples=False,
-            )
-
-    def _check_lengths(self, names: list[str], limit: int) -> None:
+    def _check_lengths(self, limit: int) -> None:
         """Raise an error if a generated prompt would lose its beginning."""
-        for name, task in self.manager.load(names)["tasks"].items():
-            if not name.startswith("attnzoo_"):
-                continue
-            longest = max(task.eval_docs["max_length"])
-            if longest > limit:
-                raise ConfigError(
-                    f"{name} has prompts of {longest} tokens, but the model takes {limit}; give "
-                    'shorter ones (metadata {"max_seq_lengths": [' + str(limit) + "]}), or a "
-                    "larger max_length for a model that extrapolates"
-                )
-
-
-@contextmanager
-def _errors_only(logger: logging.Logger) -> Iterator[None]:
-    """Context in which a logger is silent about warnings, which lm_eval repeats for every model."""
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+        longest = max(self.lengths)
+        if longest > limit and {GROUP, *GENERATED}.intersection(self.tasks.names):
+            raise ConfigError(
+                f"attnzoo's tasks have prompts of {longest} tokens, but the model takes {limit}; "
+                f'give shorter ones (metadata {{"max_seq_lengths": [{limit}]}}), or a larger '
+                "max_length for a model that extrapolates"
+            )

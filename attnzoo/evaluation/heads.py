@@ -3,8 +3,7 @@
 Importance by gradient is that of Michel et al., 2019 (arXiv:1905.10650): a head's output is
 multiplied by a mask m = 1, and its importance is the mean over texts of |dL/dm|. L is the loss of
 text prediction. A model that predicts no next token has no such loss; there it is the length of
-dv/dm, where v is the embedding of a text, divided by its norm. Importance by ablation is the loss
-without the head minus the loss with it; for embeddings, 1 minus their cosine similarity.
+dv/dm, where v is the embedding of a text, divided by its norm.
 
 Where the output projection has a bias, a head is not set to zero but to its mean output over the
 texts: the bias takes it over, at no cost. Other letters: B texts.
@@ -13,7 +12,7 @@ texts: the bias takes it over, at no cost. Other letters: B texts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,8 +35,7 @@ from attnzoo.hf.layers import AttentionLayer, attention_layers
 from attnzoo.hf.swap.convert import restore, swap
 
 DIRECTIONS = 8  # random ones, along which the change of embeddings is measured
-CONTROLS = 3  # random choices of heads
-MEASURES = ("gradient", "ablation", "entropy", "distance", "beyond", "first")
+MEASURES = ("gradient", "entropy", "distance", "beyond", "first")
 OnStep = Callable[[str], None]
 ByLayer = dict[str, list[float]]  # a number per head, by the name of the layer
 
@@ -49,14 +47,13 @@ class HeadStudy:
     Attributes:
         layers: Names of the attention modules.
         numbers: Numbers of the heads of each layer, before any pruning.
-        measures: By name, a number per head: ``"gradient"`` and ``"ablation"``, the importance;
-            ``"entropy"`` of the attention weights in bits; ``"distance"``, the mean distance of
-            query and key in tokens; ``"beyond"``, the fraction of weight on keys that are
-            ``window`` tokens away or more; ``"first"``, the fraction on the first token.
+        measures: By name, a number per head: ``"gradient"``, the importance; ``"entropy"`` of the
+            attention weights in bits; ``"distance"``, the mean distance of query and key in tokens;
+            ``"beyond"``, the fraction of weight on keys that are ``window`` tokens away or more;
+            ``"first"``, the fraction on the first token.
         window: Distance in tokens.
         quality: Name of the quality: ``"loss"`` or ``"cosine"``.
-        curve: For every fraction of pruned heads, the quality by ``"gradient"``, ``"ablation"``
-            and ``"random"``, the mean of ``CONTROLS`` random choices.
+        curve: The quality by the fraction of pruned heads, the least important first.
     """
 
     layers: list[str]
@@ -64,7 +61,7 @@ class HeadStudy:
     measures: dict[str, ByLayer]
     window: int
     quality: str
-    curve: dict[float, dict[str, float]]
+    curve: dict[float, float]
 
 
 class HeadStudyModel:
@@ -90,11 +87,6 @@ class HeadStudyModel:
             vectors = self._embeddings() if not self.predicts else self.losses()
         self._original = None if self.predicts else vectors
 
-    @property
-    def quality_name(self) -> str:
-        """What :meth:`quality` returns."""
-        return "loss" if self.predicts else "cosine"
-
     def losses(self) -> Tensor:
         """Return the cross-entropy of each text in nats, ``[B]``."""
         logits = _wide(self.model(self.rows, use_cache=False).logits[:, :-1])
@@ -112,17 +104,22 @@ class HeadStudyModel:
             return float(self.losses().mean())
         return float((self._embeddings() * self._original).sum(1).mean())
 
-    def cost(self) -> float:
-        """Return the quality as a number that is lower if it is better."""
-        return self.quality() if self.predicts else 1 - self.quality()
-
     def heads(self) -> dict[str, int]:
         """Return the number of heads by layer."""
         return {layer.name: layer.geometry.num_heads for layer in self.layers}
 
     @contextmanager
-    def _recorded_means(self) -> Iterator[None]:
-        """Record the mean output of each head in layers whose output projection has a bias."""
+    def _hooked(self, hooks: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+        """Context in which functions run before the output projections of layers, by name."""
+        handles = [self.outputs[n].register_forward_pre_hook(x) for n, x in hooks.items()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _recorded_means(self) -> AbstractContextManager[None]:
+        """Context that records the mean output of heads before projections that have a bias."""
 
         def hook(name: str, count: int) -> Any:
             def record(_: nn.Module, args: tuple[Any, ...]) -> None:
@@ -130,18 +127,11 @@ class HeadStudyModel:
 
             return record
 
-        biased = {n: x for n, x in self.outputs.items() if getattr(x, "bias", None) is not None}
-        heads = self.heads()
-        hooks = [x.register_forward_pre_hook(hook(n, heads[n])) for n, x in biased.items()]
-        try:
-            yield
-        finally:
-            for one in hooks:
-                one.remove()
+        biased = {n for n, x in self.outputs.items() if getattr(x, "bias", None) is not None}
+        return self._hooked({n: hook(n, count) for n, count in self.heads().items() if n in biased})
 
-    @contextmanager
-    def masked(self, masks: Mapping[str, Tensor]) -> Iterator[None]:
-        """Multiply the output of each head, minus its mean, by a number.
+    def masked(self, masks: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+        """Context in which the output of each head, minus its mean, is multiplied by a number.
 
         Args:
             masks: ``[H]``, or ``[B, H]``, by the name of a layer.
@@ -155,15 +145,7 @@ class HeadStudyModel:
 
             return multiply
 
-        hooks = [
-            self.outputs[n].register_forward_pre_hook(hook(mask, self.means[n]))
-            for n, mask in masks.items()
-        ]
-        try:
-            yield
-        finally:
-            for one in hooks:
-                one.remove()
+        return self._hooked({n: hook(mask, self.means[n]) for n, mask in masks.items()})
 
     def without(self, pruned: Mapping[str, Sequence[int]]) -> Any:
         """Context manager that multiplies heads, given by position, by 0."""
@@ -197,18 +179,6 @@ class HeadStudyModel:
             for name, total in zip(names, squares, strict=True)
         }
 
-    def ablation_importance(self, on_step: OnStep = lambda text: None) -> ByLayer:
-        """Return the cost without each head minus the cost with all."""
-        before = self.cost()
-        found: ByLayer = {}
-        for name, count in self.heads().items():
-            on_step(f"ablation, {name}")
-            found[name] = []
-            for head in range(count):
-                with self.without({name: [head]}):
-                    found[name].append(self.cost() - before)
-        return found
-
     @torch.no_grad()
     def attention_statistics(self, window: int) -> dict[str, ByLayer]:
         """Return entropy, distance, weight beyond a window and on the first token of each head."""
@@ -220,7 +190,7 @@ class HeadStudyModel:
         finally:
             if not swapped:
                 restore(self.model)
-        found: dict[str, ByLayer] = {name: {} for name in MEASURES[2:]}
+        found: dict[str, ByLayer] = {name: {} for name in MEASURES[1:]}
         for layer, weights in zip(self.layers, attentions, strict=True):
             share = weights.float().clamp_min(0)
             share = share / share.sum(-1, keepdim=True).clamp_min(1e-12)
@@ -248,45 +218,30 @@ class HeadStudyModel:
                 whole = output(mean.flatten().to(output.bias.dtype))  # with the bias
                 output.bias.copy_(whole)
 
-    def prune_order(self, importance: ByLayer | None, seed: int = 0) -> list[tuple[str, list[int]]]:
-        """Return what to prune, the least important first: a layer and positions of its heads.
+    def choose(self, fraction: float, importance: ByLayer) -> dict[str, list[int]]:
+        """Return the positions of the heads to prune, by layer: the least important ones.
 
         Query heads that share a key head stay together, and each layer keeps its most important
         ones.
 
         Args:
-            importance: Of each head; random numbers when ``None``.
-            seed: Of the random numbers.
+            fraction: Of all heads, 0 to 1.
+            importance: Of each head.
         """
-        generator = torch.Generator().manual_seed(seed)
         units = []
         for layer in self.layers:
             heads = layer.geometry.num_heads
-            size = heads // layer.geometry.num_key_heads
-            scores = torch.rand(heads, generator=generator).tolist()
-            scores = scores if importance is None else importance[layer.name]
+            size, scores = heads // layer.geometry.num_key_heads, importance[layer.name]
             groups = [list(range(i, i + size)) for i in range(0, heads, size)]
             scored = sorted((sum(scores[i] for i in group) / size, group) for group in groups)
             units += [(score, layer.name, group) for score, group in scored[:-1]]
-        return [(name, group) for _, name, group in sorted(units)]
-
-    def choose(
-        self, fraction: float, importance: ByLayer | None, seed: int = 0
-    ) -> dict[str, list[int]]:
-        """Return the positions of the heads to prune, by layer; see :meth:`prune_order`.
-
-        Args:
-            fraction: Of all heads, 0 to 1; each layer keeps a head.
-            importance: Of each head; random numbers when ``None``.
-            seed: Of the random numbers.
-        """
         wanted = round(fraction * sum(self.heads().values()))
         chosen: dict[str, list[int]] = {}
-        for name, group in self.prune_order(importance, seed):
+        for _, name, group in sorted(units):
             if sum(map(len, chosen.values())) + len(group) > wanted:
                 break
             chosen.setdefault(name, []).extend(group)
-        return chosen
+        return {name: sorted(heads) for name, heads in chosen.items()}
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -319,28 +274,17 @@ def study_heads(
     statistics = study.attention_statistics(window)
     on_step("gradients")
     gradient = study.gradient_importance()
-    ablation = study.ablation_importance(on_step)
-    curve: dict[float, dict[str, float]] = {}
+    curve = {}
     for fraction in fractions:
         on_step(f"{fraction:.0%} pruned")
-        choices = {
-            "gradient": [study.choose(fraction, gradient)],
-            "ablation": [study.choose(fraction, ablation)],
-            "random": [study.choose(fraction, None, seed) for seed in range(CONTROLS)],
-        }
-        curve[fraction] = {}
-        for name, chosen in choices.items():
-            qualities = []
-            for pruned in chosen:
-                with study.without(pruned):
-                    qualities.append(study.quality())
-            curve[fraction][name] = sum(qualities) / len(qualities)
+        with study.without(study.choose(fraction, gradient)):
+            curve[fraction] = study.quality()
     return HeadStudy(
         layers=[layer.name for layer in study.layers],
         numbers={layer.name: original_heads(layer) for layer in study.layers},
-        measures={"gradient": gradient, "ablation": ablation, **statistics},
+        measures={"gradient": gradient, **statistics},
         window=window,
-        quality=study.quality_name,
+        quality="loss" if study.predicts else "cosine",
         curve=curve,
     )
 

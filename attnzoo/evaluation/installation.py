@@ -43,19 +43,10 @@ from attnzoo.ops.softmax.api import softmax_attention
 from attnzoo.runtime import cpp
 from attnzoo.runtime.cpp import prebuilt
 from attnzoo.runtime.kernel_groups import KernelGroup, driver_version
-from attnzoo.runtime.verdicts import FAILED, PASSED, Verdict, python_command, run_checks
+from attnzoo.runtime.verdicts import FAILED, PASSED
 
 OK, WRONG, UNAVAILABLE = "ok", "failed", "unavailable"
 PACKAGES = ("torch", "transformers", "accelerate", "triton", "xformers", "peft")
-SECONDS = 300.0  # time limit of the C++ kernels for one instruction set
-# Flags of the compiler that leave out instructions, from the widest set down
-NARROWER = {
-    "AVX-512": {
-        "AVX2": "-mno-avx512f",
-        "SSE": "-mno-avx512f -mno-avx2 -mno-avx -mno-fma",
-    },
-    "AVX2": {"SSE": "-mno-avx2 -mno-avx -mno-fma"},
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +71,7 @@ def check_installation(full: bool = False, fresh: bool = False) -> Iterator[Chec
     """Yield a result per check.
 
     Args:
-        full: Whether to check narrower instruction sets and the largest size too.
+        full: Whether to check GPU kernels of the largest size too.
         fresh: Whether to check GPU kernels again that have a verdict.
     """
     for name, check in _checks(full, fresh):
@@ -130,9 +121,6 @@ def _checks(full: bool, fresh: bool) -> Iterator[tuple[str, Callable[[], str]]]:
         yield package, partial(_package, package)
     for kernel in check_cpp.KERNELS:
         yield f"C++ kernels of {kernel.name}", partial(_cpp, kernel)
-    if full:
-        for name, flags in NARROWER.get(_instructions(), {}).items():
-            yield f"C++ kernels with {name} only", partial(_cpp_with, flags)
     devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     for device in devices or [torch.device("cpu")]:
         place = f" on {device}" if len(devices) > 1 else ""
@@ -167,10 +155,6 @@ def _unavailable(reason: str) -> str:
 
 
 # -- versions --------------------------------------------------------------------------------------
-
-
-def _instructions() -> str:
-    return {"AVX512": "AVX-512"}.get(x := torch.backends.cpu.get_cpu_capability(), x)
 
 
 def _machine() -> str:
@@ -220,30 +204,19 @@ def _cpp(kernel: check_cpp.CppKernel) -> str:
     wrong = list(check_cpp.wrong_results(kernel))
     if wrong:
         raise Failed("; ".join(wrong))
-    return f"results and gradients agree with torch ({_instructions()}, {prebuilt.origin()})"
-
-
-def _cpp_with(flags: str) -> str:
-    compiler = f"{os.environ.get('CXX') or 'c++'} {flags}"
-    environment = {**os.environ, "CXX": compiler, prebuilt.COMPILE: prebuilt.NATIVE}
-    command = {"C++": python_command("attnzoo.evaluation.check_cpp")}
-    return _of(run_checks(command, SECONDS, environment))
-
-
-def _of(verdict: Verdict) -> str:
-    if verdict.outcome == FAILED:
-        raise Failed(verdict.reason)
-    if verdict.outcome != PASSED:
-        raise Unavailable(verdict.reason)
-    return "results and gradients agree with torch"
+    instructions = torch.backends.cpu.get_cpu_capability()
+    return f"results and gradients agree with torch ({instructions}, {prebuilt.origin()})"
 
 
 def _kernels(group: KernelGroup, fresh: bool) -> str:
     check = check_group(group, fresh=fresh)
     earlier = f"; checked earlier, in {check.seconds:.0f} s; --fresh checks again"
     earlier = earlier if check.stored else ""
-    done = _of(Verdict(check.outcome, check.reason + earlier, check.seconds))
-    return f"{done}; {group.status()}{earlier}"
+    if check.outcome == FAILED:
+        raise Failed(check.reason + earlier)
+    if check.outcome != PASSED:
+        raise Unavailable(check.reason + earlier)
+    return f"results and gradients agree with torch; {group.status()}{earlier}"
 
 
 # -- softmax attention -----------------------------------------------------------------------------

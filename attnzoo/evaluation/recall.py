@@ -21,21 +21,22 @@ from transformers import PreTrainedModel
 
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.data import StringTokenizer, read_documents, text_rows
-from attnzoo.evaluation.generation import GenerationBatch, make_generation_batch
+from attnzoo.evaluation.generation import (
+    COPY_TOKENS,
+    MIN_DISTANCE,
+    ROWS,
+    GenerationBatch,
+    Needles,
+    copy_rows,
+    make_generation_batch,
+    recall_distances,
+)
 from attnzoo.evaluation.quality import (
     contributions,
     losses_of,
     require_finite,
     uniform_bits_per_byte,
     worse_than_uniform,
-)
-from attnzoo.evaluation.recall_rows import (
-    COPY_TOKENS,
-    MIN_DISTANCE,
-    ROWS,
-    Needles,
-    copy_rows,
-    recall_distances,
 )
 from attnzoo.evaluation.rows import IGNORE_INDEX, Rows, predictions
 

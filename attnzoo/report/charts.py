@@ -94,23 +94,6 @@ class Series:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Panel:
-    """Points before and after a change, for one of several small charts.
-
-    Attributes:
-        title: Heading.
-        before: Points ``(x, y)``, drawn as dots.
-        after: As many points, drawn as crosses with a line from the earlier ones.
-        names: Labels of some points, by index.
-    """
-
-    title: str
-    before: Sequence[Sequence[float]]
-    after: Sequence[Sequence[float]]
-    names: Mapping[int, str]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Axis:
     """An axis.
 
@@ -239,38 +222,6 @@ def matrix_chart(
             for j, text in enumerate(texts):
                 color = _contrast(image.cmap(image.norm(values[i][j])))
                 axes.text(j, i, text, ha="center", va="center", color=color)
-    return figure
-
-
-def scatter_grid(panels: Sequence[Panel], *, columns: int = 2) -> Any:
-    """Draw small charts side by side, their points coloured by index.
-
-    Args:
-        panels: The charts, row by row.
-        columns: Charts per row.
-
-    Returns:
-        A ``matplotlib.figure.Figure``.
-    """
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    with mpl.rc_context(_SETTINGS):
-        rows = -(-len(panels) // columns)
-        figure = Figure(figsize=(WIDTH, 0.2 + rows * WIDTH / columns), layout="constrained")
-        grid = figure.subplots(rows, columns, squeeze=False).flatten()
-        for axes in grid[len(panels) :]:
-            axes.remove()
-        for axes, panel in zip(grid, panels, strict=False):
-            colors = range(len(panel.before))
-            for start, end in zip(panel.before, panel.after, strict=True):
-                axes.plot(*zip(start, end, strict=True), color=GRID_COLOR, linewidth=0.6)
-            axes.scatter(*zip(*panel.before, strict=True), c=colors, s=9)
-            axes.scatter(*zip(*panel.after, strict=True), c=colors, s=12, marker="x", linewidths=1)
-            for index, name in panel.names.items():
-                axes.annotate(name, panel.before[index], fontsize=7, color=TEXT_COLOR)
-            axes.set_title(panel.title, fontsize=8.5, loc="right")  # write_picture uses the left
-            axes.tick_params(labelsize=7)
     return figure
 
 

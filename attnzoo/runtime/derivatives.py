@@ -53,7 +53,7 @@ def check_not_mapped(op: str, *tensors: Tensor | None, instead: str = "impl='ref
     """
     if torch.compiler.is_compiling() or not is_transformed():
         return
-    if any(_is_mapped(x) for x in tensors if x is not None):
+    if any(is_mapped(x) for x in tensors if x is not None):
         raise UnsupportedError(
             f"This implementation of {op} does not support torch.vmap; make the mapped dimension "
             f"a part of the batch, or use {instead}."
@@ -85,7 +85,7 @@ def _has_tangent(x: Tensor) -> bool:
     return forward_ad.unpack_dual(x).tangent is not None
 
 
-def _is_mapped(x: Tensor) -> bool:
+def is_mapped(x: Tensor) -> bool:
     """Return whether torch.vmap maps ``x``."""
     return _is_wrapped(x, torch._C._functorch.is_batchedtensor)
 

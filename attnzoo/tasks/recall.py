@@ -1,28 +1,69 @@
-"""Three recall tasks: multi-query associative recall, duplication, induction."""
+"""Tasks of recall: multi-query associative recall, duplication, induction."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
-from torch import Generator
+from torch import Generator, Tensor
 
-from attnzoo.tasks.base import IGNORED, LabelledRows, Task
+from attnzoo.errors import SpecError, did_you_mean
 
+IGNORED = -100  # label of positions without a target, as in cross-entropy
 KEYS = 32  # number of key tokens in associative recall, and of value tokens
 SYMBOLS = 62  # of duplication and induction, besides a separator and a trigger
 SEPARATOR, TRIGGER = SYMBOLS, SYMBOLS + 1
 
 
-def draw_mqar(
-    count: int, size: int, generator: Generator, held_out: bool, *, symbols: int = KEYS
-) -> LabelledRows:
+class LabelledRows(NamedTuple):
+    """Rows of a task.
+
+    Attributes:
+        tokens: ``[N, T]``.
+        labels: ``[N, T]``: the token to predict after each position, or ``IGNORED``.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A generated task.
+
+    Attributes:
+        name: Name on the command line.
+        about: What the model predicts, and the source, in one line.
+        vocabulary: Number of tokens.
+        draw: Generates rows from their number, their size, and a generator. There are too many
+            different rows to memorise, so held-out rows are drawn in the same way.
+        train_sizes: Sizes in training; small ones help to learn the large ones.
+        test_sizes: Sizes in evaluation, increasing.
+        size_unit: Unit of a size.
+        steps: Training steps.
+        batch: Rows per step at the smallest size; larger sizes have as many tokens.
+    """
+
+    name: str
+    about: str
+    vocabulary: int
+    draw: Callable[[int, int, Generator], LabelledRows]
+    train_sizes: tuple[int, ...]
+    test_sizes: tuple[int, ...]
+    size_unit: str
+    steps: int
+    batch: int
+
+
+def draw_mqar(count: int, size: int, generator: Generator, *, symbols: int = KEYS) -> LabelledRows:
     """Draw ``size`` key-value pairs, then all of them again in another order.
 
     There are ``symbols`` keys, of which each occurs in at most one pair, and as many values.
 
-    The target after the second occurrence of a key is its value. There are too many different
-    rows to memorise, so held-out rows are drawn in the same way.
+    The target after the second occurrence of a key is its value.
     """
     keys = torch.rand(count, symbols, generator=generator).argsort(1)[:, :size]
     values = symbols + torch.randint(symbols, (count, size), generator=generator)
@@ -35,7 +76,7 @@ def draw_mqar(
     return LabelledRows(tokens, labels)
 
 
-def draw_duplication(count: int, size: int, generator: Generator, held_out: bool) -> LabelledRows:
+def draw_duplication(count: int, size: int, generator: Generator) -> LabelledRows:
     """Draw 0 w 0 w with a word w of ``size`` symbols; the targets are those of the second copy."""
     word = torch.randint(SYMBOLS, (count, size), generator=generator)
     zero = torch.full((count, 1), SEPARATOR)
@@ -45,7 +86,7 @@ def draw_duplication(count: int, size: int, generator: Generator, held_out: bool
     return LabelledRows(tokens, labels)
 
 
-def draw_induction(count: int, size: int, generator: Generator, held_out: bool) -> LabelledRows:
+def draw_induction(count: int, size: int, generator: Generator) -> LabelledRows:
     """Draw ``size`` symbols with a trigger inside and at the end; predict the symbol after it."""
     tokens = torch.randint(SYMBOLS, (count, size), generator=generator)
     position = torch.randint(size - 2, (count, 1), generator=generator)
@@ -66,7 +107,6 @@ MQAR = Task(
     size_unit="pairs",
     steps=1200,
     batch=128,
-    chance=1 / KEYS,
 )
 MQAR_64 = Task(
     name="mqar64",
@@ -78,7 +118,6 @@ MQAR_64 = Task(
     size_unit="pairs",
     steps=1200,
     batch=128,
-    chance=1 / 64,
 )
 DUPLICATION = Task(
     name="duplication",
@@ -90,7 +129,6 @@ DUPLICATION = Task(
     size_unit="symbols",
     steps=600,
     batch=64,
-    chance=1 / SYMBOLS,
 )
 INDUCTION = Task(
     name="induction",
@@ -102,5 +140,18 @@ INDUCTION = Task(
     size_unit="tokens",
     steps=500,
     batch=128,
-    chance=1 / SYMBOLS,
 )
+TASKS = {task.name: task for task in (MQAR, MQAR_64, DUPLICATION, INDUCTION)}
+
+
+def find_task(name: str) -> Task:
+    """Return the task called ``name``.
+
+    Raises:
+        SpecError: No task has that name.
+    """
+    if name not in TASKS:
+        raise SpecError(
+            f"No task is called {name!r}.{did_you_mean(name, TASKS)} Available: {', '.join(TASKS)}."
+        )
+    return TASKS[name]

@@ -27,8 +27,7 @@ from attnzoo.evaluation.timing import machine
 from attnzoo.hf.swap.convert import swap
 from attnzoo.report.table import Table
 from attnzoo.spec import AttentionSpec
-from attnzoo.tasks.base import IGNORED, LabelledRows, Task
-from attnzoo.tasks.catalog import find_task
+from attnzoo.tasks.recall import IGNORED, LabelledRows, Task, find_task
 from attnzoo.training.transfer import extras
 
 OnProgress = Callable[[str, float], None]  # the current run, and the completed fraction
@@ -182,7 +181,7 @@ def train(
         sizes = sizes_at(task, step / steps)
         size = sizes[step % len(sizes)]
         count = max(1, task.batch * task.train_sizes[0] // size)
-        rows = task.draw(count, size, generator, False)
+        rows = task.draw(count, size, generator)
         loss = losses(model, rows)[0].mean()
         model.zero_grad()
         loss.backward()
@@ -205,7 +204,7 @@ def evaluate(
     for size in sizes or task.test_sizes:
         generator = torch.Generator().manual_seed(size)
         correct = [
-            losses(model, task.draw(TEST_BATCH, size, generator, True))[1]
+            losses(model, task.draw(TEST_BATCH, size, generator))[1]
             for _ in range(TEST_ROWS // TEST_BATCH)
         ]
         found[size] = float(torch.cat(correct).float().mean())

@@ -31,7 +31,7 @@ def random_state(trial: Trial) -> str | None:
     """Only parameter initialisation uses a global random state, and only that of torch.
 
     Building a backend may draw from torch's global generator, as ``torch.nn.Linear`` does, but must
-    not seed it. Calls without dropout draw no random numbers.
+    not seed it. In evaluation mode calls draw no random numbers.
     """
     others = _other_random_states()
     after = []

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from attnzoo.evaluation.corpus import Repeat
 from attnzoo.evaluation.data import EvalBatch, rows_with_repeats
-from attnzoo.evaluation.generation import make_generation_batch
-from attnzoo.evaluation.recall_rows import Encode
+from attnzoo.evaluation.generation import Encode, make_generation_batch
 from attnzoo.evaluation.rows import Rows
 
 

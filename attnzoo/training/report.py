@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from attnzoo.evaluation.cost_laws import BUSY
 from attnzoo.evaluation.margins import plus_minus
+from attnzoo.evaluation.timing import BUSY
 from attnzoo.report.format import format_bytes, number
 from attnzoo.report.table import Table
 from attnzoo.training.model_card import loading_text, metadata_block, training_text

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 integrations/accelerate/example.py --model DIR --text my.txt  # CPUs
     accelerate launch --config_file fsdp2.yaml integrations/accelerate/example.py ...         # GPUs
 
-``attnzoo launch-config fsdp2 > fsdp2.yaml`` writes the config. After ``import attnzoo``,
-``from_pretrained`` loads the saved folder.
+``accelerate config`` writes such a file, and the folder ``configs`` has some. After
+``import attnzoo``, ``from_pretrained`` loads the saved folder.
 """
 
 from __future__ import annotations

@@ -155,12 +155,10 @@ def test_layers_have_different_hashes():
 
 def test_redraw_draws_new_hashes_in_training():
     x, backend = qkv(60), build(**SMALL, redraw=2)
-    state = torch.get_rng_state()
     outs = [backend(*x).out for _ in range(6)]
     same = [torch.equal(one, other) for one, other in pairwise(outs)]
     assert same == [True, False, True, False, True]
     assert torch.equal(outs[0], build(**SMALL)(*x).out)
-    assert torch.equal(torch.get_rng_state(), state)
     backend.eval()
     assert torch.equal(backend(*x).out, outs[-1])  # keeps the last hashes of training
     other = build(**SMALL, redraw=2)  # on another rank, or after a restart

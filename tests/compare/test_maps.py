@@ -2,21 +2,12 @@ import json
 
 import pytest
 import torch
+import transformers as hf
 
 import attnzoo
-from attnzoo.backends.block_sparse import BlockSparseConfig
-from attnzoo.compare.maps import (
-    AttentionMaps,
-    difference,
-    distance_edges,
-    entropy,
-    make_maps,
-    mass_by_distance,
-    summary,
-    write_maps,
-)
-from attnzoo.compare.selected_blocks import FIRST, NOT_ATTENDED, SELECTED, WINDOW, selected_blocks
+from attnzoo.compare.maps import difference, make_maps, summary, write_maps
 from attnzoo.errors import AttnzooError, SpecError
+from attnzoo.evaluation.heads import entropy
 from attnzoo.spec import AttentionSpec
 
 
@@ -26,17 +17,6 @@ def test_entropy_and_difference():
     assert float(entropy(sharp)) == pytest.approx(0.0, abs=1e-5)
     assert float(difference(alike, sharp)) == pytest.approx(7 / 8)
     assert float(difference(alike, alike)) == 0
-
-
-def test_mass_by_distance():
-    """Each of nine queries puts half on itself and half on the key three before it."""
-    weights = torch.eye(9) / 2
-    weights[range(3, 9), range(6)] = 0.5
-    mass = mass_by_distance(weights)
-    edges = distance_edges(9)
-    assert edges == [0, 1, 3, 7, 15]
-    expected = torch.tensor([4.5, 0, 3.0, 0, 0]) / 7.5
-    torch.testing.assert_close(mass, expected)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +49,6 @@ def test_both_maps_are_of_the_same_queries_and_keys(found):
         cut = maps.exact * near
         expected = cut / cut.sum(1, keepdim=True)
         torch.testing.assert_close(maps.approximate, expected, rtol=0, atol=1e-5)
-        assert sum(maps.facts()["mass_approximate"][5:]) == 0
 
 
 def test_rows_of_all_maps_are_weights(found):
@@ -83,9 +62,9 @@ def test_written_files(found, tmp_path):
     facts = json.loads((tmp_path / "maps.json").read_text())
     assert facts["attnzoo"] == attnzoo.__version__
     assert len(facts["heads"]) == 4
-    assert page.read_text().count("<svg") == 5
+    assert page.read_text().count("<svg") == 4
     pictures = {path.stem for path in (tmp_path / "pictures").glob("*.png")}
-    assert pictures == {"exact", "approximate", "difference", "entropy", "distance"}
+    assert pictures == {"exact", "approximate", "difference", "entropy"}
     assert "linear moves" in summary(found["linear"][0])
 
 
@@ -114,49 +93,31 @@ def test_a_folder_that_cannot_be_written(found, tmp_path):
         write_maps(tmp_path / "file" / "out", found["flash"])
 
 
-def test_negative_weights_count_by_size():
-    maps = AttentionMaps(
-        exact=torch.eye(4),
-        approximate=torch.eye(4) * 2 - 0.25,
-        tokens=list("abcd"),
-        attention="odd",
-        layer=0,
-        head=0,
-    )
-    facts = maps.facts()
-    assert all(share >= 0 for share in facts["mass_approximate"])
-    assert sum(facts["mass_approximate"]) == pytest.approx(1, abs=1e-3)
-
-
-def test_the_selected_blocks_of_a_head():
-    """The picture shows the blocks that the op selected; shares are sums of softmax's weights."""
-    options = {"window": 8, "num_sinks": 2, "top_k": 3, "block_size": 4}
-    spec = AttentionSpec("block_sparse", **options)
-    found = make_maps("embedded", spec, text=None, layer=2, head=1, tokens=64)
+def test_the_map_of_an_encoder_is_that_of_the_stock_model(tmp_path):
+    """On its special tokens too; a text that is cut keeps the last one."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "on", "a", "mat"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    tokenizer = hf.BertTokenizer(str(tmp_path / "vocab.txt"))
+    tokenizer.save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    config = hf.BertConfig(vocab_size=len(words), num_hidden_layers=3, **sizes)
+    model = hf.BertForMaskedLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(5)
+    model.save_pretrained(tmp_path)
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on a mat " * 9)
+    spec = AttentionSpec("longformer", window=2)
+    found = make_maps(str(tmp_path), spec, text=text, layer=1, head=2, tokens=20)
+    assert found[0].tokens[:3] + found[0].tokens[-1:] == ["[CLS]", "the", "cat", "[SEP]"]
+    model.set_attn_implementation("eager")
+    ids = tokenizer.convert_tokens_to_ids(found[0].tokens)
+    with torch.no_grad():
+        expected = model(torch.tensor([ids]), output_attentions=True).attentions[1][0]
     for maps in found:
-        blocks, t = maps.blocks, 63
-        assert blocks.kinds.shape == (64, 16)
-        assert blocks.kinds[t].eq(SELECTED).sum() == 3
-        assert blocks.kinds[t, 14:].eq(WINDOW).all()
-        assert blocks.kinds[t, 0] in (FIRST, SELECTED)
-        assert blocks.kinds[0].tolist() == [WINDOW] + [NOT_ATTENDED] * 15
-        attended = (maps.exact * (maps.approximate > 0)).sum(1)
-        torch.testing.assert_close(blocks.covered, attended, rtol=0, atol=1e-5)
-        assert (blocks.best >= blocks.covered - 1e-6).all()
-    assert [plot.name for plot in found[0].blocks.plots()] == ["blocks", "covered"]
-    facts = found[0].facts()
-    assert 0 < facts["weight_attended"] <= facts["weight_of_best_blocks"] <= 1
-    assert "selects 2." in summary(found[0])
-
-
-def test_the_best_selection_is_counted_by_hand():
-    """Window of 1 in blocks of 2, one selected block; the last of 6 queries selected block 0."""
-    config = BlockSparseConfig(window=1, num_sinks=0, top_k=1, block_size=2)
-    exact = torch.eye(6)
-    exact[5] = torch.tensor([0.1, 0.1, 0.2, 0.3, 0.2, 0.1])
-    approximate = torch.eye(6)
-    approximate[5] = torch.tensor([0.2, 0.2, 0.0, 0.0, 0.4, 0.2])
-    blocks = selected_blocks(exact, approximate, config, causal=True)
-    assert blocks.kinds[5].tolist() == [SELECTED, NOT_ATTENDED, WINDOW]
-    assert float(blocks.covered[5]) == pytest.approx(0.5)
-    assert float(blocks.best[5]) == pytest.approx(0.8)
+        torch.testing.assert_close(maps.exact, expected[maps.head], rtol=1e-4, atol=1e-5)
+        cut = maps.exact * torch.ones(20, 20).tril(2).triu(-2)
+        cut = cut / cut.sum(1, keepdim=True)
+        torch.testing.assert_close(maps.approximate, cut, rtol=1e-4, atol=1e-5)

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from attnzoo.compare.fit import make_curves
 from attnzoo.compare.report import advice, show, write_report
-from attnzoo.compare.tables import cost_table, not_measured
+from attnzoo.compare.tables import cost_table, not_measured, quality_table
 
 LENGTHS = [1024, 2048, 4096, 8192, 16384]
 COSTS = {  # ms at 1k, exponent, bytes at 1k
@@ -78,12 +78,12 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    return write_report(tmp_path_factory.mktemp("report"), ROWS, "forward", "DIR")
+    return write_report(tmp_path_factory.mktemp("report"), ROWS, "forward")
 
 
 def printed(rows):
     console = Console(file=io.StringIO(), width=80)
-    show(console, rows, "forward", "DIR")
+    show(console, rows, "forward")
     return console.file.getvalue()
 
 
@@ -112,7 +112,7 @@ def test_every_plot_is_a_picture(page):
 @pytest.mark.parametrize("width", [1280, 400])
 def test_it_opens_in_a_browser(page, open_page, scheme, width):
     tab = open_page(page, width=width, scheme=scheme, plots=10)
-    assert tab.locator("table").count() == 3
+    assert tab.locator("table").count() == 4
     for label in ("milliseconds per row", "memory per row, MiB", "bits per byte, lower is better"):
         assert tab.locator("svg text", has_text=label).count(), label
 
@@ -154,81 +154,75 @@ def test_a_reason_is_given_once():
     ]
 
 
-def test_the_advice_takes_what_costs_little():
+def findings(rows, missing=""):
+    """Return the headline, and the cells of the table by attention."""
+    text, table = advice(rows, "forward", missing)
+    assert list(table.columns[1:]) == ["faster from", "cost without training", "cache"]
+    return text, {row[0]: list(row[1:]) for row in table.rows}
+
+
+def test_the_headline_takes_what_costs_little():
     """Linear is faster than reformer, but costs 3 bits per byte; reformer costs 0.05."""
-    text = advice(ROWS, "forward", "DIR")
+    text, table = findings(ROWS)
     assert (
         "From 5.1k tokens on, reformer is faster than exact attention, 2.6 ± 0.005 times at 16k, "
         "and costs +0.050 bits per byte without training."
     ) in text
-    assert "The fastest at 16k is linear, 6.4 ± 0.01 times, which costs +3.00 bits" in text
-    assert "linear needs the least memory at 16k tokens, 7.6 MiB; flash needs 15 MiB" in text
-    assert text.endswith("Next: attnzoo swap DIR --attention reformer --out NEW.")
+    assert table == {
+        "flash": ["", "+0.000 bits per byte", "-"],
+        "linear": ["2.5k", "+3.000 bits per byte", "-"],
+        "reformer": ["5.1k", "+0.050 bits per byte", "-"],
+        "odd <one>": ["not seen", "+0.500 bits per byte", "-"],
+    }
+    text, _ = findings([row for row in ROWS if row["attention"] in ("flash", "linear")])
+    assert "From 2.5k tokens on, linear is faster than exact attention, 6.4 ± 0.01 times" in text
+    assert "costs +3.000 bits per byte without training, and every faster" in text
 
 
-def test_the_advice_names_a_command_with_the_options_measured():
-    rows = [row for row in ROWS if row["attention"] in ("flash", "linear")]
-    text = advice(rows, "forward", "DIR")
-    assert (
-        "From 2.5k tokens on, linear is faster than exact attention, 6.4 ± 0.01 times at 16k"
-        in text
-    )
-    assert "costs +3.00 bits per byte without training, and every faster" in text
-    assert "attnzoo recover DIR --attention linear --set feature_map=relu" in text
+def test_the_cache_is_that_of_the_longest_length():
+    equal = [
+        cost("linear", n) | {"kind": "equal window", "window": 65, "swap_bytes": 7 * n}
+        for n in (2048, 1024)
+    ]
+    rows = [*ROWS, *(row | {"exact_bytes": 2**20, "exact": False} for row in equal)]
+    caches = {name: cells[-1] for name, cells in findings(rows)[1].items()}
+    assert caches == {"flash": "1.0 MiB", "linear": "14 KiB", "reformer": "-", "odd <one>": "-"}
 
 
-def test_without_quality_the_advice_says_so():
-    text = advice([row for row in ROWS if row["kind"] == "cost"], "forward", "DIR")
-    assert "its quality was not measured." in text
-    assert "bits per byte" not in text
-    assert "--text" not in text
+def test_without_quality_the_headline_says_so():
     costs = [row for row in ROWS if row["kind"] == "cost"]
-    assert "not measured (give --text a file)" in advice(
-        costs, "forward", "DIR", "give --text a file"
-    )
+    text, table = findings(costs)
+    assert "its quality was not measured." in text
+    assert {cells[1] for cells in table.values()} == {"-"}
+    assert "not measured (give --text a file)" in findings(costs, "give --text a file")[0]
     failed = quality("linear", 0) | {"status": "failed", "reason": "the loss is nan"}
-    assert "not measured (failed: the loss is nan)" in advice([*costs, failed], "forward", "DIR")
+    assert "not measured (failed: the loss is nan)" in findings([*costs, failed])[0]
 
 
-def test_no_advice_if_exact_attention_cannot_predict_the_text():
+def test_no_cost_if_exact_attention_cannot_predict_the_text():
     """Bits per byte above those of the tokens' frequencies: an untrained model."""
-    text = advice([*ROWS, quality("flash", 7.0) | {"attention": "softmax"}], "forward", "DIR")
+    text, _ = findings([*ROWS, quality("flash", 7.0) | {"attention": "softmax"}])
     assert "costs +0.050 bits per byte" in text  # the best exact attention counts
     rows = [row | {"unigram_bits_per_byte": 0.5} if "trained" in row else row for row in ROWS]
-    text = advice(rows, "forward", "DIR")
+    text, table = findings(rows)
     assert "exact attention itself has 1.00 bits per byte on this text" in text
-    assert "Next:" not in text
-    assert "costs" not in text
+    assert {cells[1] for cells in table.values()} == {"-"}
 
 
-def test_recall_is_left_out_if_exact_attention_has_none():
-    low = {"64": 0.2, "128": 0.1}
-    rows = [row | {"copy_by_distance": low} if "trained" in row else row for row in ROWS]
-    assert "second copy" in advice(ROWS, "forward", "DIR")
-    assert "second copy" not in advice(rows, "forward", "DIR")
-
-
-def test_advice_on_embeddings():
+def test_findings_on_embeddings():
     cosines = {"flash": 1.0, "linear": 0.9, "reformer": 0.995, "odd <one>": 0.5}
     rows = [row for row in ROWS if row["kind"] == "cost"]
     for name, cosine in cosines.items():
         measured = {"kind": "quality", "cosine": cosine, "least": cosine}
         rows.append(cost(name, 512) | measured | {"cosine_by_length": {"512": cosine}})
-    text = advice(rows, "forward", "DIR")
-    assert (
-        "2.6 ± 0.005 times at 16k, and has a mean cosine of 0.9950 to the original embeddings"
-        in text
-    )
-    assert "is linear, 6.4 ± 0.01 times, which has a mean cosine of 0.900" in text
-    assert text.endswith("Next: attnzoo swap DIR --attention reformer --out NEW.")
-    assert "bits per byte" not in text
+    text, table = findings(rows)
+    assert text.endswith("2.6 ± 0.005 times at 16k, and has a cosine of 0.995 without training.")
+    assert table["linear"][1] == "a cosine of 0.900"
 
 
 def test_nothing_faster():
     rows = [row for row in ROWS if row["attention"] in ("flash", "odd <one>")]
-    text = advice(rows, "forward", "DIR")
-    assert "nothing that was measured is clearly faster" in text
-    assert "The fastest" not in text
+    assert "nothing that was measured is clearly faster" in findings(rows)[0]
 
 
 def noisy(rows, factor):
@@ -245,18 +239,15 @@ def noisy(rows, factor):
 def test_a_speed_up_inside_the_spread_is_not_claimed():
     """With a spread of 42% and more, neither "faster" nor a crossover is stated."""
     rows = [row for row in ROWS if row["attention"] in ("flash", "reformer")]
-    text = advice(noisy(rows, 2.0), "forward", "DIR")
+    text, table = findings(noisy(rows, 2.0))
     assert "nothing that was measured is clearly faster" in text
-    assert "Next:" not in text
-    assert "not seen" in printed(noisy(rows, 2.0))
-    assert "reformer is faster" in advice(noisy(rows, 1.05), "forward", "DIR")
+    assert table["reformer"][0] == "not seen"
+    assert "reformer is faster" in findings(noisy(rows, 1.05))[0]
 
 
 def test_without_rounds_beside_the_baseline_nothing_is_claimed():
     rows = [{k: x for k, x in row.items() if k != "baseline_ms"} for row in ROWS]
-    text = advice(rows, "forward", "DIR")
-    assert "clearly faster" in text
-    assert "The fastest" not in text
+    assert "nothing that was measured is clearly faster" in findings(rows)[0]
 
 
 def test_times_that_contradict_each_other_are_marked():
@@ -265,33 +256,25 @@ def test_times_that_contradict_each_other_are_marked():
         for row in ROWS
         if row["attention"] in ("flash", "reformer")
     ]
-    text = advice(rows, "forward", "DIR")
-    assert "The times of reformer contradict each other, also when measured again" in text
-    assert "the machine was busy" in text
+    text, table = findings(rows)
+    assert "nothing that was measured is clearly faster" in text
+    assert table["reformer"][0] == "busy"
     assert "(busy)" in printed(rows)
 
 
 def test_the_window_of_equal_memory_stands_beside_an_attention():
-    def judged(name, bits, spread=0.01):
-        rows = [bits + spread * (n % 3 - 1) for n in range(9)]
-        return quality(name, bits) | {"rows": rows}
-
     equal = [
         cost(name, 16384) | {"kind": "equal window", "window": window, "attention": name}
         for name, window in (("linear", 65), ("reformer", None))
     ]
-    window = judged("flash", 1.5) | {"attention": "flash window 65", "exact": False}
-    rows = [row for row in ROWS if row["kind"] == "cost"]
-    rows += [judged("flash", 1.0), judged("reformer", 1.05), *equal]
-    text = advice([*rows, judged("linear", 4.0), window], "forward", "DIR")
-    assert "linear (65: 2.500 ± 0.000 bits per byte) costs more than its window of" in text
-    text = advice([*rows, judged("linear", 1.5, 0.5), window], "forward", "DIR")
-    assert "linear (65: 0.000 ± 0.1" in text
-    assert "is not measured to differ from its window of equal memory" in text
-    assert "all keys" in printed([*rows, judged("linear", 4.0), window])
+    sizes = {"swap_bytes": 10, "exact_bytes": 20}
+    table = quality_table([*ROWS, *(row | sizes for row in equal)])
+    column = table.columns.index("window of equal memory")
+    assert [row[column] for row in table.rows] == ["-", "65", "all keys", "-"]
 
 
 def test_nothing_measured():
     failed = [cost(name, 1024, status="failed") for name in COSTS]
-    assert "Nothing could be measured" in advice(failed, "forward", "DIR")
+    text, table = advice(failed, "forward")
+    assert ("Nothing could be measured" in text, table) == (True, None)
     assert "failed: it is" in printed(failed)

@@ -159,3 +159,49 @@ def test_calls_that_do_not_fit_are_refused():
     exact = flash(flash.config_class(), layer.geometry)
     with pytest.raises(UnsupportedError, match="rows of a batch, not sequences"):
         exact(*x[:3], sequences=sequences)
+
+
+PACKED = torch.tensor([[0] * 4 + [1] * 5, [0] * 9])
+REAL = torch.tensor([[True] * 9, [False] * 3 + [True] * 6])
+MASKS = {
+    "packed": AttentionMask(causal=True, segment_ids=PACKED),
+    "packed and padded": AttentionMask(causal=True, segment_ids=PACKED, padding=REAL),
+    "padded": AttentionMask(causal=True, padding=REAL),
+}
+
+
+def pairs():
+    q, k, v, x = (torch.cat([a, b]) for a, b in zip(make(9), make(9), strict=True))
+    return [torch.stack([y, 2 * y]) for y in (q, k, v, x)]
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("name", CASES)
+def test_vmap_over_rows_of_several_sequences(name, kind):
+    layer, inputs = build(name), pairs()
+
+    def call(*given):
+        output = run(layer, given, mask=MASKS[kind])
+        return (output.out * REAL[:, None, :, None], *output.state)
+
+    with torch.no_grad():
+        expected = [torch.stack(x) for x in zip(*map(call, *inputs), strict=True)]
+        if name.startswith("performer"):
+            with pytest.raises(UnsupportedError, match=r"does not support torch\.vmap"):
+                torch.vmap(call)(*inputs)
+            return
+        found = torch.vmap(call)(*inputs)
+    for x, y in zip(found, expected, strict=True):
+        assert_close(x, y)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", ["gla", "matrix", "delta", "hybrid"])
+def test_vmap_over_borders_of_sequences_is_refused(name):
+    layer = build(name)
+
+    def call(q, k, v, x, ids):
+        return run(layer, (q, k, v, x), mask=AttentionMask(causal=True, segment_ids=ids)).out
+
+    with pytest.raises(UnsupportedError, match=r"torch\.vmap with a mapped mask \(segment_ids\)"):
+        torch.vmap(call)(*pairs(), torch.stack([PACKED, PACKED.flip(0)]))

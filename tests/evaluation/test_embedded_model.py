@@ -8,10 +8,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import attnzoo
 from attnzoo.evaluation.data import StringTokenizer, make_eval_batch, read_text
-from attnzoo.evaluation.generation import correct_tokens
+from attnzoo.evaluation.generation import Needles, correct_tokens
 from attnzoo.evaluation.models import embedded_model_path, load_swapped
 from attnzoo.evaluation.quality import measure_quality
-from attnzoo.evaluation.recall_rows import Needles
 from attnzoo.spec import AttentionSpec
 
 MEGABYTE = 1e6

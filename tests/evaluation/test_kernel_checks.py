@@ -94,7 +94,7 @@ def gpu_cases(levels, lengths, *names):
 
 
 def test_compare_checks_the_shortest_case_of_the_whole_model():
-    cases = gpu_cases(["op", "layer", "model"], [64, 16, 32], "flash", "linear")
+    cases = gpu_cases(["op", "model"], [64, 16, 32], "flash", "linear")
     found = _gpu_cases(cases, [])
     assert sorted((x.attention, x.level, x.T) for x in found) == [
         ("flash", "model", 16),

@@ -211,3 +211,52 @@ def test_other_states_do_not_declare_it(backend):
     assert not module.capabilities.zero_state
     with pytest.raises(UnsupportedError, match="no state before the first token"):
         module.empty_state(torch.empty(0))
+
+
+@pytest.fixture
+def onnx(monkeypatch):
+    """torch.onnx.export runs; what it translates is a program of torch.export."""
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+
+
+def encoder(backend: str, **options: Any) -> Any:
+    sizes = {**MODEL_SIZES, "num_hidden_layers": 1, "max_position_embeddings": 64}
+    return attnzoo.swap(redrawn(hf.BertModel(hf.BertConfig(**sizes))), backend, **options)
+
+
+@pytest.mark.parametrize("backend", ["softmax", "flash"])
+def test_windows_are_exported_to_onnx_without_a_sort(backend, ids, onnx):
+    model, mask = encoder(backend, window=4), torch.ones(2, 12, dtype=torch.long)
+    length = torch.export.Dim("length", min=2, max=64)
+    shapes = {"input_ids": {1: length}, "attention_mask": {1: length}}
+    given = {"input_ids": ids[:2], "attention_mask": mask}
+    program = torch.export.export(model, (), given, dynamic_shapes=shapes, strict=False)
+    operators = {str(x.target) for x in program.graph.nodes if x.op == "call_function"}
+    assert not any("sort" in x or x.startswith("attnzoo") for x in operators)
+    for tokens in (7, 12):
+        padding = mask[:, :tokens].clone()
+        padding[1, 2:5] = 0
+        found = program.module()(input_ids=ids[:2, :tokens], attention_mask=padding)[0]
+        expected = model(ids[:2, :tokens], attention_mask=padding)[0]
+        assert_close(found[padding.bool()], expected[padding.bool()])
+
+
+REFUSED = ("linear", "performer", "linformer", "reformer", "longformer")
+
+
+@pytest.mark.parametrize(
+    ("backend", "strict"), [*((name, False) for name in REFUSED), ("linear", True)]
+)
+def test_operators_that_onnx_does_not_have_are_refused(backend, strict, ids, onnx):
+    errors = (UnsupportedError, torch._dynamo.exc.Unsupported)
+    model, given = encoder(backend), {"input_ids": ids[:2], "attention_mask": torch.ones(2, 12)}
+    with pytest.raises(errors, match=r"layer\.0.*torch\.onnx\.export has no .*softmax"):
+        torch.export.export(model, (), given, strict=strict)
+
+
+def test_a_named_implementation_that_onnx_does_not_have_is_refused(ids, onnx):
+    model = encoder("flash", window=4, impl="cpp")
+    with pytest.raises(
+        UnsupportedError, match=r"torch\.onnx\.export has no.*Use impl='auto' or 's"
+    ):
+        torch.export.export(model, (ids[:2],), strict=False)

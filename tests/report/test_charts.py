@@ -9,7 +9,6 @@ import pytest
 
 from attnzoo.report.charts import (
     Axis,
-    Panel,
     Plot,
     Series,
     _line_style,
@@ -17,7 +16,6 @@ from attnzoo.report.charts import (
     length_axis,
     line_chart,
     matrix_chart,
-    scatter_grid,
     to_svg,
     write_picture,
 )
@@ -121,11 +119,10 @@ def test_a_matrix_has_its_first_row_at_the_top():
 NAMES = [r"$\nosuch$", r"a\$b^{", r"_x\frac", "a_1 $", "<b>&amp;", "\"quoted' $x$"]
 
 
-@pytest.mark.parametrize("kind", ["line", "bar", "matrix", "scatter"])
+@pytest.mark.parametrize("kind", ["line", "bar", "matrix"])
 def test_names_are_drawn_as_they_are(kind, tmp_path):
     one, label = dict(enumerate(NAMES)), Axis(label=NAMES[0])
     axis = Axis(label=NAMES[1], ticks=one)
-    points = [(i, i * i) for i in one]
     match kind:
         case "line":
             series = [Series(name=name, x=[0, 1], y=[i, 2]) for i, name in one.items()]
@@ -137,9 +134,6 @@ def test_names_are_drawn_as_they_are(kind, tmp_path):
             figure = matrix_chart(
                 values, x=label, y=axis, color_label=NAMES[2], cell_text=[NAMES] * len(NAMES)
             )
-        case "scatter":
-            panel = Panel(title=NAMES[0], before=points, after=points[::-1], names=one)
-            figure = scatter_grid([panel])
     named = Plot(name="x", title=NAMES[0], text="", figure=figure)
     found = texts(to_svg(named))
     assert set(NAMES) <= set(found)

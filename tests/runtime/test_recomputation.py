@@ -1,8 +1,6 @@
 """A draw belongs to its call, however gradient checkpointing repeats it."""
 
-import copy
 import gc
-import pickle
 
 import pytest
 import torch
@@ -28,11 +26,11 @@ class Counter(nn.Module):
 
 
 class Own(torch.autograd.Function):
-    """Checkpointing by another library."""
+    """Checkpointing by another library, such as DeepSpeed."""
 
     @staticmethod
     def forward(context, run, x):
-        context.run = run
+        context.run, context.state = run, torch.get_rng_state()
         context.save_for_backward(x)
         with torch.no_grad():
             return run(x)
@@ -41,7 +39,8 @@ class Own(torch.autograd.Function):
     def backward(context, d_out):
         (x,) = context.saved_tensors
         x = x.detach().requires_grad_()
-        with torch.enable_grad():
+        with torch.enable_grad(), torch.random.fork_rng():
+            torch.set_rng_state(context.state)
             return None, torch.autograd.grad(context.run(x), x, d_out)[0]
 
 
@@ -69,7 +68,6 @@ def nested(outer, inner):
 WAYS = {
     "reentrant": reentrant,
     "not reentrant": plain,
-    "without the random state": without_rng,
     "offloaded": offloaded,
     "another library's": lambda run, x: Own.apply(run, x),
     **{
@@ -116,17 +114,19 @@ def test_a_region_that_calls_a_layer_twice(way):
     torch.testing.assert_close(gradient(way, twice[1], orders), expected)
 
 
-def test_values_are_freed_with_the_graph():
-    before = len(recomputation._regions)
+def test_values_are_freed_with_the_layer_and_those_of_old_calls():
+    gc.collect()
+    before = len(recomputation._values)
     layer, x = Counter(), torch.ones(3, requires_grad=True)
-    for way in (reentrant, plain):
-        out = way(layer, x)
-        assert len(recomputation._regions) == before + 1
-        del out
-        gc.collect()
-        assert len(recomputation._regions) == before
-    copy.deepcopy(layer)
-    pickle.dumps(layer)
+    out = plain(layer, x)
+    for _ in range(recomputation.KEPT):
+        layer(x)
+    assert len(recomputation._values[layer]) == recomputation.KEPT
+    with pytest.raises(UnsupportedError, match="of its 256 latest calls"):
+        out.sum().backward()
+    del layer, out
+    gc.collect()
+    assert len(recomputation._values) == before
 
 
 def test_a_call_in_a_backward_pass_that_repeats_nothing_is_refused():
@@ -135,3 +135,5 @@ def test_a_call_in_a_backward_pass_that_repeats_nothing_is_refused():
     out.register_hook(lambda grad: layer(grad))
     with pytest.raises(UnsupportedError, match=r"layer: .* is unknown.*or set redraw=None"):
         out.sum().backward()
+    with pytest.raises(UnsupportedError, match="preserve_rng_state=True"):
+        without_rng(layer, x).sum().backward()

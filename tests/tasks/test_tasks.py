@@ -7,11 +7,7 @@ import torch
 from attnzoo.errors import AttnzooError, SpecError
 from attnzoo.evaluation.results import FILE
 from attnzoo.spec import AttentionSpec
-from attnzoo.tasks import listops
-from attnzoo.tasks.base import IGNORED
-from attnzoo.tasks.catalog import find_task
-from attnzoo.tasks.documents import LIBRARIES, texts
-from attnzoo.tasks.recall import SYMBOLS, TRIGGER
+from attnzoo.tasks.recall import IGNORED, SYMBOLS, TASKS, TRIGGER, find_task
 from attnzoo.tasks.run import (
     SeedStatistics,
     TaskConfig,
@@ -26,16 +22,14 @@ from attnzoo.tasks.run import (
     train,
 )
 
-NAMES = ["mqar", "mqar64", "duplication", "induction", "listops", "bytes"]
 
-
-def draw(name, count=8, size=None, seed=0, held_out=False):
+def draw(name, count=8, size=None, seed=0):
     task = find_task(name)
     generator = torch.Generator().manual_seed(seed)
-    return task.draw(count, size or task.train_sizes[-1], generator, held_out)
+    return task.draw(count, size or task.train_sizes[-1], generator)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TASKS)
 def test_rows_are_seeded_and_in_the_vocabulary(name):
     task, rows = find_task(name), draw(name)
     again, other = draw(name), draw(name, seed=1)
@@ -76,55 +70,6 @@ def test_induction_asks_for_what_came_after_the_trigger():
         assert first < 14
         assert labels[-1] == tokens[first + 1]
         assert tokens.count(TRIGGER) == 2
-
-
-def evaluate(names):
-    """Compute a ListOps expression from its text with a stack, unlike the generator."""
-    stack = []
-    for name in names:
-        if name == "]":
-            values = []
-            while not isinstance(stack[-1], str):
-                values.append(stack.pop())
-            operator = stack.pop()
-            values = sorted(values)
-            stack.append(
-                {
-                    "[MIN": lambda v: v[0],
-                    "[MAX": lambda v: v[-1],
-                    "[MED": lambda v: v[(len(v) - 1) // 2],
-                    "[SM": lambda v: sum(v) % 10,
-                }[operator](values)
-            )
-        else:
-            stack.append(int(name) if name.isdigit() else name)
-    (value,) = stack
-    return value
-
-
-def test_listops_values_are_right():
-    rows = draw("listops", count=64, size=24)
-    nested = 0
-    for tokens, labels in zip(rows.tokens.tolist(), rows.labels.tolist(), strict=True):
-        names = [listops.NAMES[t] for t in tokens if t != listops.PAD]
-        assert names.pop() == "="
-        assert 12 <= len(names) <= 24
-        nested += sum(name.startswith("[") for name in names) > 1
-        assert labels[-1] == evaluate(names)
-    assert nested > 10
-    values = draw("listops", count=200).labels[:, -1]
-    assert len(values.unique()) == 10
-
-
-def test_documents_are_held_out_whole():
-    train_texts, held_out = texts(False), texts(True)
-    assert len(train_texts) == len(held_out) == len(LIBRARIES)
-    assert all(len(text) > 4096 for text in (*train_texts, *held_out))
-    rows = draw("bytes", count=4, size=64, held_out=True)
-    for tokens, label in zip(rows.tokens[:, :-1], rows.labels[:, -1].tolist(), strict=True):
-        whole = bytes(held_out[label].tolist())
-        assert bytes(tokens.tolist()) in whole
-        assert bytes(tokens.tolist()) not in bytes(train_texts[label].tolist())
 
 
 @pytest.fixture
@@ -243,7 +188,7 @@ def test_invalid_arguments_are_refused_before_training(tmp_path, monkeypatch):
         run_tasks(TaskConfig(task="mqar", out=out))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_exact_attention_learns_to_look_back_and_a_short_window_does_not():
     task = replace(find_task("induction"), train_sizes=(16,), test_sizes=(16,), batch=64)
     found = {

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from attnzoo.training import sharding
 
-LAUNCH = Path(__file__).resolve().parents[2] / "attnzoo" / "commands" / "launch_configs"
+LAUNCH = Path(__file__).resolve().parents[2] / "integrations" / "accelerate" / "configs"
 PREFIXES = ("ACCELERATE_", "FSDP_")
 ENGINES = ("ddp", "fsdp2", "deepspeed_zero2", "deepspeed_zero3")
 

@@ -1,10 +1,11 @@
-"""The training commands: interruption, output paths, names with brackets, launch configs."""
+"""The training commands: interruption, output paths, names with brackets."""
 
 import json
 import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from attnzoo.cli import main
 from attnzoo.commands import terminal
@@ -125,6 +126,18 @@ def test_processes_of_one_machine_print_one_error(attnzoo, monkeypatch):
     assert attnzoo("describe", "nowhere") == (2, "", "")
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert "no config.json" in attnzoo("describe", "nowhere")[2]
+
+
+@pytest.mark.parametrize(("command", "is_kept"), [("list", False), ("describe", True)])
+def test_a_command_that_ends_well_destroys_the_process_group(attnzoo, command, is_kept):
+    """After an error other processes may be within an operation, for which it would wait."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert attnzoo(command, *(["nowhere"] if is_kept else []))[0] == (2 if is_kept else 0)
+        assert dist.is_initialized() == is_kept
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def test_a_missing_tokenizer_is_an_error(attnzoo, text, tmp_path, saved):

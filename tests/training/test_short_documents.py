@@ -18,10 +18,9 @@ from attnzoo.compare.run import CompareConfig, Workers, compare
 from attnzoo.demo.run import run_demo
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.data import StringTokenizer, make_eval_batch, rows_with_repeats
-from attnzoo.evaluation.generation import make_generation_batch
+from attnzoo.evaluation.generation import Needles, make_generation_batch
 from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.evaluation.recall import make_recall_batch
-from attnzoo.evaluation.recall_rows import Needles
 from attnzoo.evaluation.rows import Rows, pack_documents, predictions, separates_documents
 from attnzoo.training import evaluate as evaluation
 from attnzoo.training import recover as recovery

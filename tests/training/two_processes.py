@@ -263,7 +263,8 @@ def rates(model, text, out):
 def idle(model, text, out):
     """Train with a window wider than the rows: the linear branch gets no gradient."""
     spec = attnzoo.AttentionSpec("linear", feature_map="hedgehog", window=64)
-    recover(model, spec, [text], out / "idle", config(always_train=True))
+    options = config(always_train=True, report_to="tensorboard")
+    recover(model, spec, [text], out / "idle", options)
 
 
 def unshared(model, text, out):

@@ -1,8 +1,6 @@
 """lm-evaluation-harness on swapped models, in memory and by name."""
 
 import json
-import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,10 +9,7 @@ import transformers
 
 import attnzoo
 from attnzoo.cli import main
-from attnzoo.commands.environment import AUTOLOAD
-from attnzoo.evaluation.harness import task_folder
 from attnzoo.evaluation.models import embedded_model_path
-from tests.processes import run
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed; it is the extra 'eval'")
 from lm_eval import simple_evaluate
@@ -89,25 +84,6 @@ def test_a_folder_by_name(saved, tmp_path, fresh_python):
     assert len(lines) == 2
 
 
-def test_plain_lm_eval_with_autoload(saved, tmp_path):
-    """What ``attnzoo autoload on`` writes is all that plain lm_eval needs; tasks are attnzoo's."""
-    (tmp_path / "attnzoo-autoload.pth").write_text(AUTOLOAD)
-    start = f"import site; site.addsitedir({str(tmp_path)!r})"
-    (tmp_path / "sitecustomize.py").write_text(start)  # a site-packages folder of this test
-    command = [
-        *(sys.executable, "-m", "lm_eval", "run", "--model", "hf"),
-        *("--model_args", f"pretrained={saved},max_length=600,dtype=float32"),
-        *("--include_path", str(task_folder()), "--tasks", "attnzoo_niah_single"),
-        *("--metadata", '{"max_seq_lengths": [600], "num_samples": 1}'),
-        *("--gen_kwargs", "max_gen_toks=2", "--device", "cpu", "--output_path", tmp_path / "out"),
-    ]
-    path = os.pathsep.join((str(tmp_path), str(ROOT)))
-    env = {**os.environ, "PYTHONPATH": path, "HF_DATASETS_CACHE": str(tmp_path / "cache")}
-    run(command, cwd=tmp_path, env=env, check=True)
-    (file,) = (tmp_path / "out").rglob("results_*.json")
-    assert json.loads(file.read_text())["results"]["attnzoo_niah_single"]["600,none"] == 0
-
-
 def evaluate(monkeypatch, capsys, *arguments):
     """Return exit code, output and errors of ``attnzoo evaluate``."""
     monkeypatch.setattr("sys.argv", ["attnzoo", "evaluate", *map(str, arguments)])
@@ -123,8 +99,14 @@ def test_evaluate_runs_tasks_before_and_after(saved, tokenizer, monkeypatch, cap
     monkeypatch.chdir(ROOT)
     path = embedded_model_path()
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    given = [saved, "--tasks", f"{TASK},attnzoo_niah_s*", "--include_path", "integrations/lm_eval"]
-    given += ["--metadata", '{"max_seq_lengths": [600]}', "--gen_kwargs", "max_gen_toks=2"]
+    given = [
+        saved,
+        "--tasks",
+        f"{TASK},attnzoo_niah_single",
+        "--include_path",
+        "integrations/lm_eval",
+    ]
+    given += ["--metadata", '{"max_seq_lengths": 600}', "--gen_kwargs", "max_gen_toks=2"]
     given += ["--original", embedded_model_path(), "--max_length", 600, "--control", 2]
     given += ["--limit", 6, "--batch_size", 6]
     code, printed, errors = evaluate(monkeypatch, capsys, *given, "--json")
@@ -171,6 +153,10 @@ def test_evaluate_runs_tasks_before_and_after(saved, tokenizer, monkeypatch, cap
             ["--tasks", "attnzoo_vt", "--limit", 1],
             "prompts of 4096 tokens, but the model takes 512",
         ),
+        (
+            ["--tasks", "attnzoo_vt", "--metadata", '{"max_seq_lengths": ["4k"]}'],
+            "max_seq_lengths takes integers above 0, got ['4k']",
+        ),
         (["--tasks", "x", "--include-path", "nowhere"], "there is no folder 'nowhere'"),
     ],
 )
@@ -178,9 +164,3 @@ def test_invalid_arguments_are_refused(saved, arguments, message, monkeypatch, c
     code, _, errors = evaluate(monkeypatch, capsys, saved, *arguments)
     assert code == 2
     assert message in " ".join(errors.split())
-
-
-def test_task_folder_is_printed(monkeypatch, capsys):
-    code, printed, _ = evaluate(monkeypatch, capsys, "--task-folder")
-    assert code == 0
-    assert Path(printed.strip(), "ruler.yaml").is_file()

@@ -94,7 +94,6 @@ def test_every_command_and_public_name_works_or_names_its_extra(tmp_path):
         ("heads", "embedded", "--rows", "1", "--length", "32", "--out", f"{out}-heads"): report,
         ("inspect", "embedded", *window, "--tokens", "16", "--out", f"{out}-maps"): report,
         ("run", "script.py"): "",
-        ("launch-config", "fsdp2"): "",
     }
     # they measure for long, and draw by the same function as heads
     calls |= {(name, "--help"): "" for name in ("compare", "demo", "tasks", "memory")}

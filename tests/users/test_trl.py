@@ -86,11 +86,14 @@ def make_trainer(trl, tokenizer, tmp_path):
             model.save_pretrained(tmp_path / "model")
             tokenizer.save_pretrained(tmp_path / "model")
             model = str(tmp_path / "model")
-        arguments = {name: options.pop(name) for name in ("ref_model",) if name in options}
+        models = ("ref_model", "teacher_model")
+        arguments = {name: options.pop(name) for name in models if name in options}
         if kind == "SFT":
             data = {"text": TEXTS * 4}
         elif kind == "DPO":
             data = {name: texts * 4 for name, texts in PAIRS.items()}
+        elif kind == "Distillation":
+            data = {"prompt": PAIRS["prompt"] * 4}
         else:
             data = {"prompt": PAIRS["prompt"] * 4}
             arguments["reward_funcs"] = lambda completions, **_: [
@@ -120,23 +123,32 @@ def make_trainer(trl, tokenizer, tmp_path):
     return make
 
 
+def log_probabilities(trainer: Any, kind: str, ids: Any, mask: Any) -> torch.Tensor:
+    """What the trainer itself computes of the last four tokens; it passes no positions."""
+    if kind != "Distillation":
+        return trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 4)[0]
+    hidden = trainer._get_last_hidden_state(trainer.model, ids, mask, 4)
+    logs = trainer.model.lm_head(hidden).log_softmax(-1)
+    return logs.gather(-1, ids[:, -4:, None])[..., 0]
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("backend", ["flash", "linear"])
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO", "Distillation"])
 def test_log_probabilities_do_not_depend_on_the_padding_of_prompts(
-    make_trainer, tokenizer, backend
+    make_trainer, tokenizer, kind, backend, lora
 ):
-    """The trainer's own function, which passes no positions, on prompts with left padding."""
-    model = tiny(tokenizer, backend)
-    trainer = make_trainer("GRPO", model, "memory", False, num_generations=2)
-    model = trainer.model.eval()
+    options = {"teacher_model": tiny(tokenizer, "flash")} if kind == "Distillation" else {}
+    options |= {} if kind == "Distillation" else {"num_generations": 2, "beta": 0.0}
+    trainer = make_trainer(kind, tiny(tokenizer, backend), "memory", lora, **options)
     ids = torch.randint(3, 90, (2, 13), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[1, :5] = 0
-    log_probs = trainer._get_per_token_logps_and_entropies
     with torch.no_grad():
-        for x in model.parameters():
+        for x in trainer.model.eval().parameters():
             x.mul_(8 if x.ndim > 1 else 1)
-        found = log_probs(model, ids, mask, 4)[0][1]
-        alone = log_probs(model, ids[1:, 5:], mask[1:, 5:], 4)[0][0]
+        found = log_probabilities(trainer, kind, ids, mask)[1]
+        alone = log_probabilities(trainer, kind, ids[1:, 5:], mask[1:, 5:])[0]
     assert_close(found, alone, atol=1e-4, rtol=1e-4)
 
 

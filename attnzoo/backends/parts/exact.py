@@ -14,7 +14,7 @@ from attnzoo.contract.config import BackendConfig, check_num_sinks, sinks_shard_
 from attnzoo.contract.context_parallel import SequenceShard, with_neighbours
 from attnzoo.contract.inputs import AttentionInputs
 from attnzoo.contract.masks import AttentionMask, Window
-from attnzoo.contract.padding import gather_tokens
+from attnzoo.contract.padding import gather_tokens, padding_first
 from attnzoo.contract.states import AttentionOutput, KVState
 from attnzoo.errors import ConfigError, UnsupportedError
 
@@ -111,26 +111,26 @@ class ExactBackend(AttentionBackend):
             inputs = self._gather_keys(inputs, inputs.shard)
         if self.window is None and inputs.state is None and not inputs.return_state:
             return self._own_queries(self.compute(inputs), inputs.shard)
-        padded, order = inputs.mask.padding is not None, None
+        padded, places = inputs.mask.padding is not None, None
         inputs, positions, length = _with_state(inputs)
         reach = self._reach(inputs)
         if self.window is not None and _windows_differ(inputs, positions, padded=padded):
             inputs = inputs._replace(mask=self._dense_mask(inputs, positions, self.window))
         elif self.window is not None:
             if padded and _can_reorder(inputs):
-                order, inputs, positions = _move_padding_first(inputs, positions)
+                places, inputs, positions = _move_padding_first(inputs, positions)
             lengths = inputs.q.shape[2], inputs.k.shape[2]
             window, num_sinks = self._window_of(inputs, self.window), self.config.num_sinks
             mask = inputs.mask.with_window(window, *lengths, num_sinks)
             inputs = inputs._replace(mask=mask)
         output = self.compute(inputs)
-        if order is not None:
-            out = gather_tokens(output.out, order.argsort(1))
+        if places is not None:
+            out = gather_tokens(output.out, places)
             output = output._replace(out=out, weights=None)
         output = self._own_queries(output, inputs.shard)
         if inputs.return_state:
             keys = _in_last_segment(KVState(inputs.k, inputs.v, positions, length), inputs.mask)
-            if self.window is not None and padded and order is None:
+            if self.window is not None and padded and places is None:
                 keys = _with_padding_first(keys)
             state = _latest_keys(keys, reach, self.config.num_sinks)
             output = output._replace(state=state)
@@ -307,24 +307,24 @@ def _move_padding_first(
     """Move all padding to the front, so that a window of w keys holds w real ones.
 
     Returns:
-        The new order of the queries, ``[B, T]``, the inputs in that order, and the positions.
+        The new place of each query, ``[B, T]``, the inputs in the new order, and the positions.
     """
     query_mask = inputs.mask.query_padding(inputs.q.shape[2], inputs.k.shape[2])
     assert query_mask is not None
     padding_mask, ids = _padding_mask(inputs), inputs.mask.segment_ids
-    queries = query_mask.int().argsort(dim=1, stable=True)
-    keys = padding_mask.int().argsort(dim=1, stable=True)
+    queries, places = padding_first(query_mask)
+    keys, _ = padding_first(padding_mask)
     mask = replace(
         inputs.mask,
-        padding=torch.take_along_dim(padding_mask, keys, 1),
-        segment_ids=None if ids is None else torch.take_along_dim(ids, keys, 1),
+        padding=padding_mask.gather(1, keys),
+        segment_ids=None if ids is None else ids.expand(keys.shape).gather(1, keys),
     )
     q, k, v = (
         gather_tokens(x, order)
         for x, order in ((inputs.q, queries), (inputs.k, keys), (inputs.v, keys))
     )
     inputs = inputs._replace(q=q, k=k, v=v, mask=mask)
-    return queries, inputs, torch.take_along_dim(positions, keys, 1)
+    return places, inputs, positions.gather(1, keys)
 
 
 def _in_last_segment(keys: KVState, mask: AttentionMask) -> KVState:
@@ -337,9 +337,9 @@ def _in_last_segment(keys: KVState, mask: AttentionMask) -> KVState:
 
 def _with_padding_first(keys: KVState) -> KVState:
     """Return keys with all padding at the front, so that the latest keys are real."""
-    order = keys.real.int().argsort(dim=1, stable=True)
+    order, _ = padding_first(keys.real)
     k, v = (gather_tokens(x, order) for x in (keys.k, keys.v))
-    return KVState(k, v, torch.take_along_dim(keys.positions, order, 1), keys.length)
+    return KVState(k, v, keys.positions.gather(1, order), keys.length)
 
 
 def _latest_keys(keys: KVState, reach: int | None, num_sinks: int) -> KVState:

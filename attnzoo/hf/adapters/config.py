@@ -7,9 +7,7 @@ with the same swap only.
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -79,25 +77,6 @@ def check_swap(model: nn.Module, spec: Any) -> None:
             "base model alone and, before you load the adapter, swap the model: "
             f"attnzoo.swap(model, {recorded})"
         )
-
-
-def check_saved_swap(model: nn.Module, name: str, path: Any, options: Mapping[str, Any]) -> None:
-    """Do the same for a saved adapter whose weights replace those of an adapter of the model.
-
-    Args:
-        model: The model.
-        name: Name of the adapter. If the model has none of that name, nothing is replaced.
-        path: Folder or id of the saved adapter.
-        options: The options of the download, among others.
-
-    Raises:
-        SpecError: The adapter was trained for another swap.
-    """
-    if name not in getattr(model, "peft_config", {}):
-        return
-    file = find_adapter_config_file(path, **download_options(options))
-    if file is not None:
-        check_swap(model, json.loads(Path(file).read_text("utf-8")).get(NAME))
 
 
 def download_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,13 +8,16 @@ calls these functions from PEFT.
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from attnzoo.contract.backend import AttentionBackend
 from attnzoo.errors import SpecError, UnsupportedError
@@ -91,6 +94,95 @@ def apply_swap(model: nn.Module, config: Any) -> None:
     spec = vars(config).get(NAME)
     if spec is not None and current_swap(model) is None:
         swap(model, spec)
+
+
+def check_saved_replacement(
+    model: nn.Module, name: str, path: Any, options: Mapping[str, Any]
+) -> None:
+    """Do the same as :func:`check_replacement` for a saved adapter.
+
+    Args:
+        model: The model.
+        name: Name of the adapter.
+        path: Folder or id of the saved adapter.
+        options: The options of the download, among others.
+    """
+    if name not in getattr(model, "peft_config", {}):
+        return
+    file = find_adapter_config_file(path, **download_options(options))
+    if file is not None:
+        check_replacement(model, name, json.loads(Path(file).read_text("utf-8")))
+
+
+def check_replacement(model: nn.Module, name: str, config: Mapping[str, Any]) -> None:
+    """Raise if an adapter does not fit in the place of the model's adapter of a name.
+
+    Args:
+        model: The model. If it has no adapter of this name, nothing is replaced.
+        name: Name of the adapter.
+        config: The fields of the new adapter's config.
+
+    Raises:
+        SpecError: It was trained for another swap, or it has no parameters of backends where the
+            old adapter has some, or the other way round: the old ones would stay.
+    """
+    old = getattr(model, "peft_config", {}).get(name)
+    if old is None:
+        return
+    check_swap(model, config.get(NAME))
+    had, has = (
+        _listed_backends(model, x.get("modules_to_save") or ()) for x in (vars(old), config)
+    )
+    if had != has:
+        found = [f"{len(x)} backends ({x[0]}, ...)" if x else "no backend" for x in (has, had)]
+        raise SpecError(
+            f"The new adapter has parameters of {found[0]}, and the adapter {name!r} that it would "
+            f"replace of {found[1]}. Load it under another name, and call set_adapter"
+        )
+
+
+def _listed_backends(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Return the names of the backends with parameters that ``modules_to_save`` lists."""
+    # PEFT's own rule for modules that adapters leave alone: a listed name, or below one
+    patterns = [re.compile(rf"(^|.*\.){name}($|\..*)") for name in names]
+    return [
+        name
+        for name, _, module in _backends(model)
+        if any(x.match(name) for x in patterns) and _changes_in_training(_original(module))
+    ]
+
+
+def split_extras(
+    model: nn.Module, name: str, weights: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], list[tuple[nn.Module, dict[str, torch.Tensor]]]]:
+    """Split the weights of an adapter: those of its tuner, and those of each backend.
+
+    Args:
+        model: The model.
+        name: Name of the model's adapter that they replace.
+        weights: The weights by their names in the model.
+
+    Raises:
+        SpecError: The model has no adapter of this name, or weights of backends are missing, or
+            are those of no module of the model.
+    """
+    names = list(getattr(model, "peft_config", {}))
+    if name not in names:
+        raise SpecError(
+            f"The model has no adapter {name!r} to replace; it has {', '.join(map(repr, names))}. "
+            "load_adapter adds one"
+        )
+    tuner = {key: x for key, x in weights.items() if f".{NAME}." not in key}
+    unread, backends = set(weights) - set(tuner), []
+    for module_name, _, module in _backends(model):
+        if isinstance(module, AttentionBackend) or name not in module.modules_to_save:
+            continue
+        backend = module.modules_to_save[name]
+        keys = {key: f"{module_name}.{key}" for key in backend.state_dict()}
+        unread ^= set(keys.values())
+        backends.append((backend, {x: weights[key] for x, key in keys.items() if key in weights}))
+    refuse_unread_extras(model, unread)
+    return tuner, backends
 
 
 def load_extras(
@@ -222,9 +314,8 @@ def _train_extras(model: nn.Module, config: Any) -> None:
     names = config.modules_to_save
     if names is not None and not names:
         return
-    # PEFT's own rule for modules that adapters leave alone: a listed name, or below one
-    listed = [re.compile(rf"(^|.*\.){name}($|\..*)") for name in names or ()]
-    missing = [x for x in backends if not any(pattern.match(x[0]) for pattern in listed)]
+    listed = _listed_backends(model, names or ())
+    missing = [x for x in backends if x[0] not in listed]
     for _, backend in missing:
         copy.deepcopy(backend)  # PEFT copies it later, when an error leaves half an adapter
     added = [NAME] if len(missing) == len(backends) else [name for name, _ in missing]

@@ -217,10 +217,9 @@ def _patch_loading(cls: Any) -> None:
         self: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any
     ) -> Any:
         from attnzoo.hf.adapters import extras
-        from attnzoo.hf.adapters.config import check_saved_swap
         from attnzoo.hf.unchanged import unchanged_on_error
 
-        check_saved_swap(self, adapter_name, model_id, kwargs)
+        extras.check_saved_replacement(self, adapter_name, model_id, kwargs)
         with unchanged_on_error(self):
             try:
                 return load_adapter(self, model_id, adapter_name, *args, **kwargs)
@@ -277,7 +276,7 @@ def patch_auto_models(auto: Any) -> None:
 
 
 def patch_hotswap(hotswap: Any) -> None:
-    """Check the swap of an adapter whose weights replace those of another one in its place."""
+    """Check an adapter whose weights replace those of another one, and replace its backends too."""
     if not mark_patched(hotswap):
         return
     replace_weights = hotswap.hotswap_adapter_from_state_dict
@@ -285,11 +284,15 @@ def patch_hotswap(hotswap: Any) -> None:
     @wraps(replace_weights)
     def hotswap_adapter_of_the_swap(
         model: nn.Module, state_dict: Any, adapter_name: str, config: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        from attnzoo.hf.adapters.config import check_swap
+    ) -> None:
+        from attnzoo.hf.adapters import extras
 
-        check_swap(model, vars(config).get(NAME))
-        return replace_weights(model, state_dict, adapter_name, config, *args, **kwargs)
+        inner = getattr(model, "_orig_mod", model)  # in torch.compile(model)
+        extras.check_replacement(inner, adapter_name, vars(config))
+        tuner, backends = extras.split_extras(inner, adapter_name, state_dict)
+        replace_weights(model, tuner, adapter_name, config, *args, **kwargs)
+        for backend, own in backends:
+            backend.load_state_dict(own)
 
     hotswap.hotswap_adapter_from_state_dict = hotswap_adapter_of_the_swap
 
@@ -306,13 +309,14 @@ def patch_adapter_mixin(integration: Any) -> None:
         self: Any, peft_model_id: Any = None, adapter_name: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         from attnzoo.hf.adapters import extras
-        from attnzoo.hf.adapters.config import check_saved_swap
         from attnzoo.hf.unchanged import unchanged_on_error
 
         name = adapter_name or "default"
         options = {**kwargs, **(kwargs.get("adapter_kwargs") or {})}
-        if peft_model_id is not None:  # else weights are given
-            check_saved_swap(self, name, peft_model_id, options)
+        if (config := kwargs.get("peft_config")) is not None:
+            extras.check_replacement(self, name, vars(config))
+        elif peft_model_id is not None:
+            extras.check_saved_replacement(self, name, peft_model_id, options)
         with unchanged_on_error(self):
             info = load_adapter(self, peft_model_id, adapter_name, *args, **kwargs)
             extras.load_extras(self, name, peft_model_id, options, info)

@@ -1,1 +1,1 @@
-"""Remove and group attention heads of a model."""
+"""Remove attention heads of a model."""

@@ -1,31 +1,20 @@
-r"""Prune attention heads: smaller projections, recorded in the config, restored when it is loaded.
+"""Prune attention heads: smaller projections, recorded in the config, restored when it is loaded.
 
 The heads of a layer are those of its query projection. A pruned head's rows of the query, key and
 value projections and its columns of the output projection are removed.
-
-A least-squares fit of the output projections to what the attention returned before repairs a part
-of the loss. For a layer that has lost heads, with the outputs x of its other heads and the output y
-of the whole layer on some texts, the weights W and the bias b of the output projection minimise
-
-.. math:: \sum_t |W x_t + b - y_t|^2 + \lambda |(W, b) - (W_0, b_0)|^2,
-
-where W_0 and b_0 are those before the fit. Layers are fitted one after another, each on the states
-that the fitted layers before it return. This is a closed form: nothing is trained. Other letters: B
-texts, N all tokens, F features of the kept heads.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from attnzoo.contract.backend import AttentionBackend
 from attnzoo.contract.config import Geometry
@@ -46,8 +35,6 @@ from attnzoo.hf.names import NAME, PRUNED
 from attnzoo.hf.unchanged import unchanged_on_error
 from attnzoo.registry import build_backend
 
-RIDGE = 1e-2  # lambda of the refit, relative to the mean square of the features
-TEXTS_PER_STEP = 8
 _KEPT = "_attnzoo_kept_heads"  # on attention modules: numbers of the heads before any pruning
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -322,87 +309,3 @@ def _kept_rows(
         f"{geometry.name}: its backend has a parameter of {old} rows, which are not of "
         f"{geometry.num_heads} heads; prune the heads first, then swap"
     )
-
-
-@torch.no_grad()
-def refit_outputs(
-    pruned: PreTrainedModel,
-    original: PreTrainedModel,
-    rows: Tensor,
-    *,
-    ridge: float = RIDGE,
-    on_step: Callable[[str], None] = lambda text: None,
-) -> list[str]:
-    """Fit the output projections of layers that have lost heads, in place.
-
-    Args:
-        pruned: The model without some heads, in evaluation mode.
-        original: The model with all heads, in evaluation mode.
-        rows: Token ids, ``[B, T]``, without padding; more tokens than F are needed.
-        ridge: Lambda.
-        on_step: Called with the name of each step.
-
-    Returns:
-        Names of the fitted layers.
-    """
-    outputs = {x.name: head_projections(original, x).output for x in attention_layers(original)}
-    fitted = []
-    for layer in attention_layers(pruned):
-        output: Any = head_projections(pruned, layer).output
-        target = outputs[layer.name]
-        if output.weight.shape == target.weight.shape:
-            continue
-        on_step(f"output projection, {layer.name}")
-        _fit(output, *_normal_equations(pruned, output, original, target, rows), ridge)
-        fitted.append(layer.name)
-    return fitted
-
-
-def _normal_equations(
-    pruned: PreTrainedModel, output: Any, original: PreTrainedModel, target: nn.Module, rows: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return :math:`X^T X`, ``[F, F]``, and :math:`X^T Y`, ``[F, M]``, in float64.
-
-    If the projection has a bias, the last of F + 1 features is one.
-    """
-    seen: dict[str, Tensor] = {}
-
-    def keep_input(module: nn.Module, args: tuple[Any, ...], result: Tensor) -> None:
-        seen["x"] = args[0].flatten(0, -2).double()
-
-    def keep_output(module: nn.Module, args: tuple[Any, ...], result: Tensor) -> None:
-        seen["y"] = result.flatten(0, -2).double()
-
-    hooks = [
-        output.register_forward_hook(keep_input),
-        target.register_forward_hook(keep_output),
-    ]
-    gram: Any = 0
-    cross: Any = 0
-    try:
-        for part in rows.split(TEXTS_PER_STEP):
-            pruned(part)
-            original(part)
-            x = seen["x"]
-            if output.bias is not None:
-                x = torch.cat([x, x.new_ones(len(x), 1)], 1)
-            gram, cross = gram + x.mT @ x, cross + x.mT @ seen["y"]
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return gram, cross
-
-
-def _fit(output: Any, gram: Tensor, cross: Tensor, ridge: float) -> None:
-    """Set weights and bias of a projection to the solution of the normal equations."""
-    transposed = not isinstance(output, Conv1D)  # Conv1D has [F, M]
-    start = output.weight.mT if transposed else output.weight
-    if output.bias is not None:
-        start = torch.cat([start, output.bias[None]])
-    start = start.double()
-    damped = gram + ridge * gram.diagonal().mean() * torch.eye(len(gram)).to(gram)
-    found = start + torch.linalg.solve(damped, cross - gram @ start)
-    weight = found[: len(found) - (output.bias is not None)]
-    output.weight.copy_(weight.mT if transposed else weight)
-    if output.bias is not None:
-        output.bias.copy_(found[-1])

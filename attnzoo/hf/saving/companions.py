@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 WEIGHTS = frozenset(
@@ -29,9 +28,9 @@ CODE = frozenset({".py", ".pyc", ".so", ".pyd", ".dll", ".dylib", ".sh"})
 def copy_companions(source: Path, target: Path) -> None:
     """Copy the files of a model's folder that saving the model has not written.
 
-    Weights are not copied, nor folders with weights (exports, checkpoints), except the folders that
-    modules.json names: modules behind the transformer. Hidden files, code, and links out of the
-    folder are not copied; a warning names code and links.
+    Folders are not copied, except those that modules.json names: modules behind the transformer,
+    with their weights. Nor are other weights, hidden files, code, and links out of the folder; a
+    warning names code and links.
 
     Args:
         source: Folder of the original model.
@@ -39,10 +38,15 @@ def copy_companions(source: Path, target: Path) -> None:
     """
     root = _storage(source)
     modules = _module_folders(source)
+    paths = [x for x in source.iterdir() if not _is_weights(x)]
+    for folder in [x for x in paths if x.name in modules and not x.is_symlink()]:
+        paths += folder.rglob("*")
     left_out = []
-    for path in _files(source, modules):
+    for path in paths:
         name = path.relative_to(source)
-        if path.name in NOT_COPIED:
+        is_folder = path.is_dir() and not path.is_symlink()
+        is_hidden = any(part.startswith(".") for part in name.parts)
+        if is_folder or is_hidden or path.name in NOT_COPIED:
             continue
         is_inside = path.is_file() and path.resolve().is_relative_to(root)
         if path.suffix in CODE or not is_inside:
@@ -90,27 +94,6 @@ def _module_folders(source: Path) -> set[str]:
     entries = modules if isinstance(modules, list) else []
     paths = (entry.get("path") for entry in entries if isinstance(entry, dict))
     return {part for path in paths if isinstance(path, str) for part in Path(path).parts[:1]}
-
-
-def _files(folder: Path, modules: set[str]) -> Iterator[Path]:
-    """Yield the files to copy, without entering folders through links."""
-    for path in sorted(folder.iterdir()):
-        if path.name.startswith(".") or path.name == "__pycache__":
-            continue
-        inner = list(_walk(path))
-        has_weights = any(map(_is_weights, inner))
-        if not has_weights or path.name in modules:
-            yield from inner
-
-
-def _walk(path: Path) -> Iterator[Path]:
-    """Yield a file or link, or all of those in a folder that are not hidden."""
-    if path.is_dir() and not path.is_symlink():
-        for inner in sorted(path.iterdir()):
-            if not inner.name.startswith("."):
-                yield from _walk(inner)
-    elif path.is_file() or path.is_symlink():
-        yield path
 
 
 def _is_weights(path: Path) -> bool:

@@ -78,6 +78,7 @@ register_implementation(
         run=run_sdpa,
         automatic="PyTorch's fused kernels run on every device",
         note=_kernel_note,
+        onnx=True,
     ),
 )
 

@@ -20,8 +20,11 @@ register_implementation(
         name="torch",
         run=run_reference,
         automatic="the whole score matrix, on every device",
+        onnx=True,
     ),
-    Implementation(op="softmax_attention", name="reference", run=run_reference),  # the same
+    Implementation(  # the same
+        op="softmax_attention", name="reference", run=run_reference, onnx=True
+    ),
 )
 
 

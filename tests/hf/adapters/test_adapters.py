@@ -288,6 +288,45 @@ def test_weights_of_another_swap_do_not_replace_an_adapter(base, ids, tmp_path):
             assert torch.equal(logits(same, ids), expected)
 
 
+@pytest.mark.parametrize("library", ["transformers", "peft", "compiled"])
+@pytest.mark.parametrize("name", WITH_PARAMETERS)
+def test_an_adapter_that_replaces_another_one_brings_its_backends(
+    name, library, base, ids, tmp_path
+):
+    def adapted(seed: int, **options: Any) -> Any:
+        model = swap(base(), name)
+        if library == "transformers":
+            model.add_adapter(lora(**options))
+        else:
+            model = peft.get_peft_model(model, lora(**options))
+        generator = torch.Generator().manual_seed(seed)
+        for key, x in model.named_parameters():
+            if "lora" in key or "modules_to_save" in key:
+                x.data += 0.3 * torch.randn(x.shape, generator=generator)
+        return model
+
+    def replace(model: Any, folder: Path, name: str = "default") -> None:
+        if library == "transformers":
+            model.load_adapter(str(folder), name, hotswap=True)
+        else:
+            target = torch.compile(model) if library == "compiled" else model
+            hotswap_adapter(target, str(folder), name, torch_device="cpu")
+
+    with_extras, without = adapted(3), adapted(4, modules_to_save=[])
+    with_extras.save_pretrained(tmp_path / "with")
+    without.save_pretrained(tmp_path / "without")
+    model = adapted(5)
+    replace(model, tmp_path / "with")
+    assert torch.equal(logits(model, ids), logits(with_extras, ids))
+    for other, folder in ((model, "without"), (without, "with")):
+        state = {key: x.clone() for key, x in other.state_dict().items()}
+        with pytest.raises(SpecError, match=r"has parameters of (no|2) backend.*another name"):
+            replace(other, tmp_path / folder)
+        assert all(torch.equal(x, state[key]) for key, x in other.state_dict().items())
+    with pytest.raises(ValueError, match=r"no adapter 'new'|existing adapter with the same"):
+        replace(model, tmp_path / "with", "new")
+
+
 class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
     def __init__(self, ids: Any) -> None:
         self.ids = ids

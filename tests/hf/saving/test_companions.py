@@ -1,6 +1,7 @@
 """Files beside the weights are copied to the folder of a swapped model, with exceptions."""
 
 import json
+import warnings
 
 import pytest
 
@@ -12,7 +13,7 @@ MODULES = [
     {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
     {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
     {"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"},
-    {"idx": 3, "name": "3", "path": "../outside", "type": "sentence_transformers.models.Dense"},
+    {"idx": 3, "name": "3", "path": "../new", "type": "sentence_transformers.models.Dense"},
 ]
 COPIED = {
     "modules.json": json.dumps(MODULES),
@@ -20,17 +21,18 @@ COPIED = {
     "1_Pooling/config.json": "{}",
     "2_Dense/config.json": "{}",
     "2_Dense/model.safetensors": "weights of a module behind the encoder",
-    "notes/more/text.txt": "",
     "LICENSE": "",
 }
 LEFT_OUT = {
     "pytorch_model.bin": "",
     "model.safetensors.index.json": "{}",
+    "notes/more/text.txt": "",
     "onnx/model.onnx": "",
     "onnx/config.json": "{}",
     "checkpoint-5/optimizer.pt": "",
     "checkpoint-5/trainer_state.json": "{}",
     ".git/config": "",
+    "2_Dense/.cache/lock": "",
     "recovery.json": "{}",
     "adapter_config.json": "{}",
 }
@@ -49,7 +51,9 @@ def files(folder):
 def test_everything_but_weights_is_copied(tmp_path):
     write(tmp_path / "model", {**COPIED, **LEFT_OUT, "config.json": "original"})
     write(tmp_path / "new", {"config.json": "swapped"})
-    copy_companions(tmp_path / "model", tmp_path / "new")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        copy_companions(tmp_path / "model", tmp_path / "new")
     assert files(tmp_path / "new") == {*COPIED, "config.json"}
     assert (tmp_path / "new" / "config.json").read_text() == "swapped"
     for name, text in COPIED.items():
@@ -59,10 +63,12 @@ def test_everything_but_weights_is_copied(tmp_path):
 def test_code_and_links_out_of_the_folder_are_named(tmp_path):
     write(tmp_path, {"secret": "key", "outside/data.json": "{}", "new/config.json": ""})
     model = tmp_path / "model"
-    write(model, {"modules.json": "[]", "1_Pooling/config.json": "{}", "custom.py": "print(1)"})
+    write(model, {"modules.json": json.dumps(MODULES), "1_Pooling/config.json": "{}"})
+    write(model, {"custom.py": "print(1)"})
     (model / "stolen.txt").symlink_to(tmp_path / "secret")
     (model / "1_Pooling" / "stolen.txt").symlink_to(tmp_path / "secret")
     (model / "folder").symlink_to(tmp_path / "outside")
+    (model / "2_Dense").symlink_to(tmp_path / "outside")
     (model / "loop").symlink_to(model)
     (model / "broken.txt").symlink_to(model / "missing")
     (model / "same.json").symlink_to(model / "modules.json")  # within the folder
@@ -75,7 +81,15 @@ def test_code_and_links_out_of_the_folder_are_named(tmp_path):
         "same.json",
     }
     assert not (tmp_path / "new" / "same.json").is_symlink()
-    for name in ("custom.py", "stolen.txt", "1_Pooling/stolen.txt", "folder", "loop", "broken.txt"):
+    for name in (
+        "custom.py",
+        "stolen.txt",
+        "1_Pooling/stolen.txt",
+        "folder",
+        "2_Dense",
+        "loop",
+        "broken.txt",
+    ):
         assert name in str(record[0].message)
 
 
