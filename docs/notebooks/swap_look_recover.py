@@ -116,10 +116,11 @@ for length in (1024, 16384):
 
 # %%
 library = Path(sysconfig.get_path("stdlib"))
-command = [sys.executable, *shlex.split("-m attnzoo recover embedded --out recovered")]
-command += shlex.split("--attention gated_linear --set feature_map=hedgehog_exp --set window=32")
-command += shlex.split("--layers 3=flash --length 256 --batch 4 --repeat-share 0.5")
-command += shlex.split("--transfer-steps 12 --distil-steps 10 --train full --weights-lr 5e-4")
+command = [sys.executable, *shlex.split("-m attnzoo recover embedded --output-dir recovered")]
+command += shlex.split("--attention gated_linear:feature_map=hedgehog_exp,window=32")
+command += shlex.split("--layers 3=flash --max-length 256 --repeat-share 0.5")
+command += shlex.split("--per-device-train-batch-size 4 --transfer-steps 12 --max-steps 10 --train full")
+command += shlex.split("--learning-rate 5e-4 --disable-tqdm True")
 for name in ("json", "logging"):
     command += ["--data", str(library / name)]
 print(subprocess.run(command, stdout=subprocess.PIPE, encoding="utf-8", check=True).stdout)

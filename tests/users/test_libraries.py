@@ -24,8 +24,8 @@ OURS = "from attnzoo.cli import main; main()"
 SHORT = {
     "integrations/accelerate": ["--steps", "2", "--length", "32"],
     "attnzoo finetune": [
-        *("--steps", "2", "--no-compare", "--length", "64", "--batch", "2"),
-        *("--evaluate-every", "0"),  # which tests/training covers
+        *("--max-steps", "2", "--no-compare", "--max-length", "64"),
+        *("--per-device-train-batch-size", "2"),
     ],
     "integrations/trainer": ["--steps", "2", "--length", "32"],
     "integrations/trl": ["--steps", "2"],
