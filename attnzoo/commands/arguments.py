@@ -189,7 +189,7 @@ def parse(command: str, argv: Sequence[str], classes: Sequence[type]) -> tuple[A
         if action.dest in config:
             action.default, action.required = config[action.dest], False
     if not torch.accelerator.is_available():
-        # without use_cpu transformers refuses bf16, which TRL's default is and many CPUs are slow in
+        # transformers refuses bf16 without use_cpu, and many CPUs are slow in it
         defaults = {"use_cpu": True, "bf16": False}
         parser.set_defaults(**{name: x for name, x in defaults.items() if name not in config})
     found, unknown = parser.parse_known_args(argv)
