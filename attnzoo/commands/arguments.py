@@ -192,7 +192,7 @@ def parse(command: str, argv: Sequence[str], classes: Sequence[type]) -> tuple[A
         if action.dest in config:
             action.default, action.required = config[action.dest], False
     if not torch.accelerator.is_available():
-        # transformers refuses bf16, the default of TRL, without use_cpu; many CPUs are slow in it
+        # transformers refuses bf16 without use_cpu, and many CPUs are slow in it
         defaults = {"use_cpu": True, "bf16": False}
         parser.set_defaults(**{name: x for name, x in defaults.items() if name not in config})
     found, unknown = parser.parse_known_args(argv)

@@ -1,69 +1,60 @@
 """Fine-tuning of a swapped model by TRL's ``SFTTrainer``, or ``Trainer`` for encoders.
 
-Packing, adapters, quantization, optimizers, distribution and checkpoints are theirs; ours are the
-held-out documents and the comparison with the equally trained softmax model.
+Packing, adapters, optimizers, distribution and checkpoints are theirs; ours are the held-out
+documents and the comparison with the equally trained softmax model.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from accelerate import PartialState
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     DataCollatorForLanguageModeling,
     Trainer,
-    TrainerState,
     TrainingArguments,
 )
 
 from attnzoo.errors import AttnzooError, ConfigError, SpecError
 from attnzoo.evaluation.data import load_tokenizer
+from attnzoo.evaluation.embeddings import Texts
 from attnzoo.evaluation.margins import paired
+from attnzoo.evaluation.models import max_positions
 from attnzoo.evaluation.quality import contributions, require_finite
 from attnzoo.evaluation.rows import IGNORE_INDEX
-from attnzoo.hf.configs import read_field
-from attnzoo.hf.names import NAME
-from attnzoo.hf.pretrained import load_pretrained
 from attnzoo.hf.saving.companions import copy_companions, move_files
-from attnzoo.hf.saving.files import read_config
 from attnzoo.hf.swap.convert import original_attention, restore, swap
 from attnzoo.optional_packages import OptionalPackage
 from attnzoo.report.atomic_write import atomic_write
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.data import RowOptions, load_documents, pack, pack_examples, split_documents
-from attnzoo.training.encoder import is_encoder
+from attnzoo.training.encoder import is_encoder, load_texts
 from attnzoo.training.eval_rows import rows_to_eval_batch
+from attnzoo.training.loading import load_model
 from attnzoo.training.quality import evaluate_rows
+from attnzoo.training.results import RunFolder
+from attnzoo.training.trainer import last_checkpoint, steps_of
 
 if TYPE_CHECKING:
     import trl
 else:
     trl = OptionalPackage("trl", extra="train")
 
-RESULTS, RUN = "finetuning.json", "finetuning_run.json"
+RESULTS = "finetuning.json"
 ROWS, TEXTS = 32, 128  # held out, on which models are compared
 ENCODER_LENGTH = 512  # largest number of tokens of an encoder's text
 IDENTITY = ("max_steps", "num_train_epochs", "learning_rate", "seed", "max_length", "packing")
-SHARES = ("loss_share", "recall_share", "loss_share_error", "recall_share_error")
 LEAST_LOSS = 0.001  # smaller differences do not matter
-
-
-@dataclass(frozen=True, kw_only=True)
-class MaskedQuality:
-    """Prediction of masked tokens: cross-entropy in nats, and the fraction that is right."""
-
-    loss: float
-    accuracy: float
-    loss_rows: Sequence[float] = ()
 
 
 def finetune(
@@ -87,7 +78,7 @@ def finetune(
         data: As in :func:`attnzoo.training.data.load_documents`; examples with
             ``completion_only_loss`` or ``assistant_only_loss``.
         args: ``trl.SFTConfig``, or ``TrainingArguments`` for an encoder.
-        model_args: ``trl.ModelConfig``: adapters, quantization, data type.
+        model_args: ``trl.ModelConfig``: adapters, data type, weights in 4 bits.
         compare: Whether to train the model with softmax too, by the same arguments.
         log: Called with progress messages.
 
@@ -97,181 +88,142 @@ def finetune(
     Raises:
         AttnzooError: An argument is invalid.
     """
-    if (read_field(read_config(path), NAME) is None) == (spec is None):
-        raise SpecError(
-            f"{str(path)!r} is {'not' if spec is None else 'already'} swapped; give an attention "
-            "for a model that is not swapped, and none for one that is"
-        )
-    encoder, tokenizer = is_encoder(path), load_tokenizer(path)
-    options, model_args = _row_options(args), model_args or trl.ModelConfig()
     about = {"model": str(path), "spec": spec and spec.to_dict(), "data": [*map(str, data)]}
-    _begin(args, about)
-    train_set, held_out = split_documents(load_documents(data, options, tokenizer))
-    judge = (_masked_judge if encoder else _judge)(held_out, tokenizer, options)
-    make = partial(
-        _masked_trainer if encoder else _causal_trainer,
-        model_args=model_args,
-        tokenizer=tokenizer,
-        documents=train_set,
-        options=options,
-    )
-    lines: dict[str, Any] = {}
-    model = _load(path, spec, model_args, encoder)
-    trainer = make(model, args)
-    if not trainer.is_deepspeed_enabled:  # whose weights may be in parts
-        log("evaluation: softmax, raw swap")
-        with original_attention(model):
-            lines["softmax"] = judge(trainer.model)
-        lines["raw swap"] = judge(trainer.model)
-    if compare:
-        log("training: softmax")
-        exact = _load(path, spec and AttentionSpec("softmax"), model_args, encoder)
-        if spec is None:
-            restore(exact)
-            swap(exact, "softmax")
-        other = copy.copy(args)
-        other.output_dir, other.push_to_hub = f"{args.output_dir}/softmax", False
-        lines["softmax tuned"] = judge(_train(make(exact, other)))
-    log("training: swap")
-    lines["result"] = judge(_train(trainer))
-    results = {
-        **about,
-        "verdict": _verdict(lines),
-        "lines": {k: _plain(x) for k, x in lines.items()},
-    }
-    _save(trainer, path, results)
-    return results
-
-
-def _row_options(args: Any) -> RowOptions:
-    """Return what documents and held-out rows are made of."""
-    if not isinstance(args, trl.SFTConfig):
-        return RowOptions(max_length=ENCODER_LENGTH)
-    return RowOptions(
-        dataset_text_field=args.dataset_text_field,
-        max_length=args.max_length or 1024,
-        completion_only_loss=bool(args.completion_only_loss or args.assistant_only_loss),
-    )
-
-
-def _begin(args: TrainingArguments, about: dict[str, Any]) -> None:
-    """Check that the folder of a run is new, or holds the same run, which resumes.
-
-    Raises:
-        ConfigError: It holds a run, and either ``resume_from_checkpoint`` is not given, or the run
-            is another one.
-    """
-    out = Path(str(args.output_dir))
     given = {name: getattr(args, name) for name in IDENTITY if hasattr(args, name)}
-    text = json.dumps({**about, **given}, indent=2, sort_keys=True)
-    if not (out / RUN).is_file():
-        out.mkdir(parents=True, exist_ok=True)
-        atomic_write(out / RUN, text)
-        return
-    if not args.resume_from_checkpoint:
-        raise ConfigError(
-            f"{str(out)!r} holds a run; give another output_dir, or resume_from_checkpoint"
+    folder = RunFolder(Path(str(args.output_dir)), {**about, "config": given}, RESULTS)
+    resume = str(args.resume_from_checkpoint).lower() not in ("none", "false", "")
+    model_args = model_args or trl.ModelConfig()
+    task = (_MaskedTokens if is_encoder(path) else _NextTokens)(path, data, args, model_args)
+    model = task.load(spec)
+    trainer = task.trainer(model, _stage(args, folder.checkpoints / "finetune"))
+    lines: dict[str, Any] = {}
+    with folder.open(resume=resume, state=PartialState()) as finished:
+        if finished is not None:
+            return finished
+        if not trainer.is_deepspeed_enabled:  # whose weights may be in parts
+            log("evaluation: softmax, raw swap")
+            with original_attention(model):
+                lines["softmax"] = task.evaluate(trainer.model)
+            lines["raw swap"] = task.evaluate(trainer.model)
+        if compare:
+            log("training: softmax")
+            exact = task.load(spec and AttentionSpec("softmax"))
+            if spec is None:
+                restore(exact)
+                swap(exact, "softmax")
+            other = task.trainer(exact, _stage(args, folder.checkpoints / "softmax"))
+            lines["softmax tuned"] = task.evaluate(_train(other, resume=resume))
+        log("training: swap")
+        lines["result"] = task.evaluate(_train(trainer, resume=resume))
+        results = {**folder.run, "verdict": _verdict(lines), "lines": _plain(lines)}
+        trainer.args.push_to_hub = args.push_to_hub
+        _save(trainer, path, folder, results)
+        return results
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedQuality:
+    """Prediction of masked tokens: cross-entropy in nats, and the fraction that is right."""
+
+    loss: float
+    accuracy: float
+    loss_rows: Sequence[float] = ()
+
+
+class _NextTokens:
+    """Fine-tuning of a causal model."""
+
+    cls: Any = AutoModelForCausalLM
+
+    def __init__(self, path: Path, data: Any, args: Any, model_args: Any) -> None:
+        self.path, self.args, self.model_args = path, args, model_args
+        self.tokenizer = load_tokenizer(path)
+        self.prepare(data)
+
+    def load(self, spec: AttentionSpec | None) -> Any:
+        """Return the swapped model."""
+        options = {"load_in_4bit": self.model_args.load_in_4bit, "device": self.args.device}
+        dtype = getattr(torch, self.model_args.dtype)
+        return load_model(self.path, spec, self.cls, dtype=dtype, **options)
+
+    def prepare(self, data: Any) -> None:
+        """Read training documents, and held-out rows."""
+        args, tokenizer = self.args, self.tokenizer
+        examples = bool(args.completion_only_loss or args.assistant_only_loss)
+        options = RowOptions(
+            dataset_text_field=args.dataset_text_field, completion_only_loss=examples
         )
-    if (out / RUN).read_text("utf-8") != text:
-        raise ConfigError(
-            f"{str(out)!r} holds a run with other arguments (finetuning_run.json); give these, or "
-            "another output_dir"
-        )
+        documents, held_out = split_documents(load_documents(data, options, tokenizer))
+        length = args.max_length or 1024
+        if examples:
+            columns = documents.column_names
+            documents = documents.map(lambda row: json.loads(row["text"]), remove_columns=columns)
+            if "messages" in documents.column_names and not args.assistant_only_loss:
+                raise ConfigError("The data have messages: give assistant_only_loss")
+            rows = pack_examples(held_out, tokenizer, length)
+        else:
+            documents = documents.select_columns("text")
+            if args.dataset_text_field != "text":
+                documents = documents.rename_column("text", args.dataset_text_field)
+            ids = tokenizer([*held_out["text"]], add_special_tokens=False, verbose=False)
+            rows = pack(held_out, tokenizer, min(length, sum(map(len, ids["input_ids"]))))
+        self.documents, self.batch = documents, rows_to_eval_batch(rows, ROWS)
+
+    def trainer(self, model: Any, args: Any) -> Trainer:
+        """Return the trainer of a model."""
+        try:
+            trainer: Trainer = trl.SFTTrainer(
+                model=model,
+                args=args,
+                train_dataset=self.documents,
+                processing_class=self.tokenizer,
+                peft_config=trl.get_peft_config(self.model_args),
+            )
+        except ValueError as error:  # of arguments that exclude each other
+            if isinstance(error, AttnzooError):
+                raise
+            raise ConfigError(str(error)) from error
+        return trainer
+
+    def evaluate(self, model: Any) -> Any:
+        """Return the loss and the recall of a model on held-out rows."""
+        return evaluate_rows(model, self.batch)
 
 
-def _load(path: Path, spec: AttentionSpec | None, model_args: Any, encoder: bool) -> Any:
-    """Return a swapped model."""
-    options = {"quantization_config": trl.get_quantization_config(model_args)}
-    cls = AutoModelForMaskedLM if encoder else AutoModelForCausalLM
-    model = load_pretrained(cls, path, dtype=model_args.dtype, **options)
-    return model if spec is None else swap(model, spec)
+class _MaskedTokens(_NextTokens):
+    """Fine-tuning of an encoder, which predicts masked tokens."""
 
+    cls = AutoModelForMaskedLM
 
-def _causal_trainer(
-    model: Any, args: Any, *, model_args: Any, tokenizer: Any, documents: Any, options: RowOptions
-) -> Trainer:
-    """Return TRL's trainer of a causal model."""
-    columns = documents.column_names
-    if options.completion_only_loss:
-        documents = documents.map(lambda row: json.loads(row["text"]), remove_columns=columns)
-        if "messages" in documents.column_names and not args.assistant_only_loss:
-            raise ConfigError("The data have messages: give assistant_only_loss")
-    else:
-        documents = documents.select_columns("text")
-        if args.dataset_text_field != "text":
-            documents = documents.rename_column("text", args.dataset_text_field)
-    try:
-        trainer: Trainer = trl.SFTTrainer(
-            model=model,
-            args=args,
-            train_dataset=documents,
-            processing_class=tokenizer,
-            peft_config=trl.get_peft_config(model_args),
-        )
-    except ValueError as error:  # of arguments that exclude each other
-        if isinstance(error, AttnzooError):
-            raise
-        raise ConfigError(str(error)) from error
-    return trainer
+    def prepare(self, data: Any) -> None:
+        """Read training texts, and mask held-out ones, the same for all models."""
+        if self.tokenizer.mask_token is None:
+            raise SpecError("The tokenizer of this model has no mask token; set one and save it")
+        length = min(ENCODER_LENGTH, max_positions(self.path) or ENCODER_LENGTH)
+        halves = load_texts(self.path, data, RowOptions(max_length=length))
+        self.documents, held_out = map(_rows, halves)
+        collate = DataCollatorForLanguageModeling(self.tokenizer, seed=0)
+        held_out = held_out[:TEXTS]
+        self.batches = [collate(held_out[i : i + 16]) for i in range(0, len(held_out), 16)]
 
+    def trainer(self, model: Any, args: Any) -> Trainer:
+        """Return the trainer of a model."""
+        if (adapters := trl.get_peft_config(self.model_args)) is not None:
+            from peft import get_peft_model
 
-def _masked_trainer(
-    model: Any, args: Any, *, model_args: Any, tokenizer: Any, documents: Any, options: RowOptions
-) -> Trainer:
-    """Return the trainer of an encoder, which predicts masked tokens."""
-    if (adapters := trl.get_peft_config(model_args)) is not None:
-        from peft import get_peft_model
-
-        adapters.task_type = None
-        model = get_peft_model(model, adapters)
-    return Trainer(
-        model=model,
-        args=args,
-        train_dataset=_tokenized(documents, tokenizer, options.max_length),
-        data_collator=DataCollatorForLanguageModeling(tokenizer),
-        processing_class=tokenizer,
-    )
-
-
-def _tokenized(documents: Any, tokenizer: Any, length: int) -> Any:
-    """Return the first tokens of each document, with special ones."""
-    length = min(length, tokenizer.model_max_length)
-    return documents.map(
-        lambda block: {
-            "input_ids": tokenizer(block["text"], truncation=True, max_length=length)["input_ids"]
-        },
-        batched=True,
-        remove_columns=documents.column_names,
-    )
-
-
-def _judge(held_out: Any, tokenizer: Any, options: RowOptions) -> Callable[[Any], Any]:
-    """Return what evaluates the loss and the recall of a causal model on held-out rows."""
-    if options.completion_only_loss:
-        rows = pack_examples(held_out, tokenizer, options.max_length)
-    else:
-        ids = tokenizer(list(held_out["text"]), add_special_tokens=False, verbose=False)
-        length = min(options.max_length, sum(map(len, ids["input_ids"])))
-        rows = pack(held_out, tokenizer, length)
-    batch = rows_to_eval_batch(rows, ROWS)
-    return lambda model: evaluate_rows(model, batch)
-
-
-def _masked_judge(held_out: Any, tokenizer: Any, options: RowOptions) -> Callable[[Any], Any]:
-    """Return what evaluates an encoder on the same masked tokens of held-out texts."""
-    if tokenizer.mask_token is None:
-        raise SpecError("The tokenizer of this model has no mask token; set one and save it")
-    mask = DataCollatorForLanguageModeling(tokenizer, seed=0)
-    texts = _tokenized(held_out, tokenizer, options.max_length).select(
-        range(min(TEXTS, len(held_out)))
-    )
-    batches = [mask([{"input_ids": x} for x in block["input_ids"]]) for block in texts.iter(16)]
+            adapters.task_type = None
+            model = get_peft_model(model, adapters)
+        collate = DataCollatorForLanguageModeling(self.tokenizer)
+        options: Any = {"train_dataset": self.documents, "data_collator": collate}
+        return Trainer(model, args, processing_class=self.tokenizer, **options)
 
     @torch.no_grad()
-    def judge(model: Any) -> MaskedQuality:
-        training, losses, right = model.training, [], []
+    def evaluate(self, model: Any) -> MaskedQuality:
+        """Return how well a model predicts the masked tokens."""
+        training, right = model.training, []
+        losses: list[torch.Tensor] = []
         model.eval()
-        for batch in batches:
+        for batch in self.batches:
             inputs = {name: x.to(model.device) for name, x in batch.items()}
             labels = inputs.pop("labels")
             logits, kept = model(**inputs).logits, labels != IGNORE_INDEX
@@ -285,28 +237,40 @@ def _masked_judge(held_out: Any, tokenizer: Any, options: RowOptions) -> Callabl
             loss_rows=contributions(losses),
         )
 
-    return judge
+
+def _rows(texts: Texts) -> list[dict[str, list[int]]]:
+    """Return texts as a data set."""
+    pairs = zip(texts.tokens, texts.attention_mask.bool(), strict=True)
+    return [{"input_ids": tokens[kept].tolist()} for tokens, kept in pairs]
 
 
-def _train(trainer: Trainer) -> Any:
-    """Train, from the last complete checkpoint if the run is resumed; return the model."""
-    found = Path(str(trainer.args.output_dir)).glob("checkpoint-*/trainer_state.json")
-    if not trainer.args.resume_from_checkpoint:
-        trainer.train()
-        return trainer.model
-    states = [(TrainerState.load_from_json(str(file)), file.parent) for file in found]
-    last = max(states, key=lambda pair: pair[0].global_step, default=None)
-    if last is not None and last[0].global_step >= last[0].max_steps:
-        trainer._load_from_checkpoint(str(last[1]))  # train() takes one more step
+def _stage(args: Any, folder: Path) -> Any:
+    """Return the arguments of a stage, whose checkpoints are in a folder of their own."""
+    found = copy.copy(args)
+    found.output_dir, found.push_to_hub = str(folder), False
+    return found
+
+
+def _train(trainer: Trainer, *, resume: bool) -> Any:
+    """Train, from the last whole checkpoint if the run is resumed; return the model."""
+    folder, count = Path(str(trainer.args.output_dir)), trainer.accelerator.num_processes
+    last = last_checkpoint(folder, count) if resume else None
+    if last is not None and steps_of(last) >= trainer.args.max_steps > 0:
+        trainer._load_from_checkpoint(str(last))  # train() would take one more step
     else:
-        trainer.train(resume_from_checkpoint=None if last is None else str(last[1]))
+        trainer.train(resume_from_checkpoint=None if last is None else str(last))
     return trainer.model
 
 
-def _plain(line: Any) -> dict[str, Any]:
-    """Return an evaluation as plain data, without fractions of a gap, which nothing closes."""
-    values = {k: list(x) if isinstance(x, tuple) else x for k, x in asdict(line).items()}
-    return values | ({} if isinstance(line, MaskedQuality) else dict.fromkeys(SHARES))
+def _plain(lines: dict[str, Any]) -> dict[str, Any]:
+    """Return evaluations as plain data; there is no gap of which they close a fraction."""
+    shares = dict.fromkeys(("loss_share", "recall_share"))
+    found = {
+        name: asdict(line) | ({} if isinstance(line, MaskedQuality) else shares)
+        for name, line in lines.items()
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(found, allow_nan=False))
+    return plain
 
 
 def _verdict(lines: dict[str, Any]) -> str:
@@ -322,17 +286,21 @@ def _verdict(lines: dict[str, Any]) -> str:
     )
 
 
-def _save(trainer: Trainer, path: Path, results: dict[str, Any]) -> None:
+def _save(trainer: Trainer, path: Path, folder: RunFolder, results: dict[str, Any]) -> None:
     """Save the model, with its adapters merged unless weights are in parts or quantized."""
-    out, model = Path(str(trainer.args.output_dir)), cast(Any, trainer.model)
+    model: Any = trainer.model
     sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     if hasattr(model, "merge_and_unload") and not sharded and not hasattr(model, "hf_quantizer"):
         trainer.model = model.merge_and_unload()
-    partial_folder = out / "model.partial"
-    trainer.save_model(str(partial_folder))
+    partial = folder.out / "model.partial"
+    trainer.save_model(str(partial))
     if trainer.is_world_process_zero():
-        copy_companions(path, partial_folder)
-        move_files(partial_folder, out)
-        atomic_write(out / RESULTS, json.dumps(results, indent=2, allow_nan=False))
+        copy_companions(path, partial)
+        move_files(partial, folder.out)
+        atomic_write(folder.out / RESULTS, json.dumps(results, indent=2))
+        for part in folder.checkpoints.glob("*/"):
+            shutil.rmtree(part)
     if trainer.args.push_to_hub:
+        trainer.args.output_dir = str(folder.out)
+        trainer.init_hf_repo()
         trainer.push_to_hub()

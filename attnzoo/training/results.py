@@ -48,10 +48,11 @@ class RunFolder:
     Args:
         out: The folder.
         run: What defines the run, as JSON data; only an equal run goes on from the checkpoints.
+        results: Name of the file of the results, which is written last.
     """
 
-    def __init__(self, out: Path, run: Mapping[str, Any]) -> None:
-        self.out, self.run = out, json.loads(json.dumps(run))
+    def __init__(self, out: Path, run: Mapping[str, Any], results: str = RESULTS) -> None:
+        self.out, self.run, self.results = out, json.loads(json.dumps(run)), results
         self.checkpoints = out / "checkpoints"
 
     @contextmanager
@@ -86,7 +87,7 @@ class RunFolder:
             ) from None
 
     def _begin(self, *, resume: bool) -> dict[str, Any] | None:
-        path, results = self.checkpoints / RUN, self.out / RESULTS
+        path, results = self.checkpoints / RUN, self.out / self.results
         if not path.is_file() and not results.is_file():
             atomic_write(path, json.dumps(self.run, indent=2))
             return None

@@ -7,11 +7,13 @@ import pytest
 import torch
 import transformers as hf
 import trl
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import attnzoo
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.training.finetune import finetune
+from attnzoo.training.results import RunError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*checkpointing. is deprecated:FutureWarning")
 
@@ -28,17 +30,12 @@ def config(out, kind=trl.SFTConfig, **changes):
     return kind(str(out), **{**options, **changes})
 
 
-def losses(out):
-    last = max(out.glob("checkpoint-*"), key=lambda x: int(x.name.rpartition("-")[2]))
-    state = json.loads((last / "trainer_state.json").read_text())
-    return [line["loss"] for line in state["log_history"] if "loss" in line]
-
-
 def test_a_swap_is_finetuned_beside_softmax(saved, text, tmp_path):
     spec = attnzoo.AttentionSpec("longformer", window=4)
     out = tmp_path / "out"
     found = finetune(saved, spec, [text], config(out, max_steps=20))
     lines = found["lines"]
+    assert lines["softmax"]["loss"] != lines["raw swap"]["loss"]
     assert lines["result"]["loss"] < lines["raw swap"]["loss"] - 0.1
     assert lines["softmax tuned"]["loss"] < lines["softmax"]["loss"] - 0.1
     assert json.loads((out / "finetuning.json").read_text()) == found
@@ -46,9 +43,9 @@ def test_a_swap_is_finetuned_beside_softmax(saved, text, tmp_path):
     model = hf.AutoModelForCausalLM.from_pretrained(out)
     assert model.config.attnzoo["backend"] == "longformer"
     # the saved model is already swapped, so it takes no spec
-    more = finetune(out, None, [text], config(tmp_path / "more", max_steps=1), compare=False)
-    assert more["lines"]["raw swap"]["loss"] == pytest.approx(lines["result"]["loss"])
-    assert "softmax tuned" not in more["lines"]
+    more = finetune(out, None, [text], config(tmp_path / "more", max_steps=1))["lines"]
+    assert more["raw swap"]["loss"] == pytest.approx(lines["result"]["loss"])
+    assert more["softmax tuned"]["loss"] != more["result"]["loss"]
 
 
 class Stopped(Exception):
@@ -83,16 +80,17 @@ def test_a_resumed_run_equals_an_uninterrupted_one(saved, text, spec, tmp_path, 
         patch.setattr("attnzoo.training.finetune._save", raise_stopped)
         with pytest.raises(Stopped):
             finetune(saved, spec, [text], config(out))
-    (out / "checkpoint-99").mkdir()
-    with pytest.raises(ConfigError, match="holds a run; give another output_dir, or resume"):
+    (out / "checkpoints" / "softmax" / "checkpoint-99").mkdir()
+    with pytest.raises(RunError, match="holds a run; go on with"):
         finetune(saved, spec, [text], config(out))
-    with pytest.raises(ConfigError, match="holds a run with other arguments"):
+    with pytest.raises(RunError, match=r"holds another run: its config\.seed is 42, not 9"):
         finetune(saved, spec, [text], config(out, seed=9, resume_from_checkpoint="True"))
     stop_after(12 - steps // 3 * 3)
     resumed = finetune(saved, spec, [text], config(out, resume_from_checkpoint="True"))
-    assert resumed["lines"] == whole["lines"]
-    (out / "checkpoint-99").rmdir()
-    assert losses(out) == losses(tmp_path / "whole")
+    assert resumed == {**whole, "model": resumed["model"]}
+    weights, expected = (load_file(x / "model.safetensors") for x in (out, tmp_path / "whole"))
+    assert all(torch.equal(x, expected[name]) for name, x in weights.items())
+    assert finetune(saved, spec, [text], config(out, resume_from_checkpoint="True")) == resumed
 
 
 def raise_stopped(*_):
@@ -112,6 +110,7 @@ def test_adapters_are_merged(saved, text, spec, tmp_path):
     assert {n.split(".")[-2] for n in trained} == {"q_proj", "o_proj"}
     again = finetune(out, None, [text], config(tmp_path / "more", max_steps=1), compare=False)
     assert again["lines"]["raw swap"]["loss"] == pytest.approx(found["lines"]["result"]["loss"])
+    assert "softmax tuned" not in again["lines"]
 
 
 @pytest.mark.parametrize("kind", ["messages", "completions"])
