@@ -25,7 +25,7 @@ TRAINING = frozenset(
         "lr_scheduler_kwargs",
     }
 )
-SAME_RESULT = frozenset({"output_dir", "save_steps", "save_total_limit"})
+SAME_RESULT = frozenset({"output_dir", "save_steps", "save_total_limit", "logging_steps"})
 TEACHER_DTYPES = ("float32", "bfloat16", "float16", "nf4")
 
 
@@ -111,6 +111,7 @@ class RecoveryArguments(TrainingArguments):
     save_steps: float = _option(0.25, "between checkpoints: steps or a fraction")
     save_total_limit: int | None = _option(2, "checkpoints that are kept")
     seed: int = _option(0, "random seed")
+    logging_steps: float = _option(1, "between losses in the log: steps or a fraction")
 
     def __post_init__(self) -> None:
         """Check the fields.

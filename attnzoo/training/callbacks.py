@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import TrainerCallback
+from transformers import ProgressCallback, TrainerCallback
 
 from attnzoo.backends.parts.recurrent import RecurrentBackend
 from attnzoo.contract.backend import AttentionBackend
@@ -173,7 +173,7 @@ class BestState(TrainerCallback):  # type: ignore[misc]
             warnings.simplefilter("ignore", UntrainedWarning)
             stack.enter_context(torch.random.fork_rng(devices=devices))
             stack.enter_context(evaluation_mode(model))
-            stack.enter_context(trainer.compute_loss_context_manager())
+            stack.enter_context(trainer.accelerator.autocast())
             losses = [float(trainer.stage_loss(model, row)) for row in self.rows]
             agreement: list[float] = []
             if self.generation is not None:
@@ -190,6 +190,15 @@ def _local(x: Tensor) -> Tensor:
     """Return the part of a tensor that this process has."""
     part: Tensor = x.detach()
     return part.to_local() if hasattr(part, "to_local") else part  # type: ignore[operator]
+
+
+class LossProgress(ProgressCallback):  # type: ignore[misc]
+    """A bar with the last loss, in place of a line for every step."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Show the loss."""
+        if state.is_world_process_zero and self.training_bar is not None and "loss" in logs:
+            self.training_bar.set_postfix_str(f"loss {logs['loss']:.4f}")
 
 
 class HeadEntropy(TrainerCallback):  # type: ignore[misc]

@@ -60,6 +60,7 @@ from attnzoo.training.reuse import reuse_transfer
 from attnzoo.training.trainer import (
     DivergenceError,
     LogitDistillationTrainer,
+    StageRows,
     TransferTrainer,
 )
 from attnzoo.training.transfer import (
@@ -180,6 +181,7 @@ class Recovery:
         }
         self.folder = RunFolder(Path(str(args.output_dir)), {**self.provenance, **self.more()})
         self.stages: dict[str, list[dict[str, Any]]] = {}  # log histories
+        self.taken = 0  # steps of the stages so far
 
     def check_arguments(self) -> None:
         """Raise an error for arguments that do not suit the model."""
@@ -277,6 +279,8 @@ class Recovery:
         if self.args.bf16:
             autocast = torch.autocast(self.args.device.type, torch.bfloat16)
         with autocast:
+            kind = self.args.device.type
+        with torch.autocast(kind, torch.bfloat16, enabled=self.args.bf16):
             check_model_kernels(self.model, inputs, self.log, generate=self.generates)
 
     def evaluate_baselines(self) -> None:
@@ -350,6 +354,14 @@ class Recovery:
         found.push_to_hub, found.eval_strategy = False, "no"  # BestState evaluates
         found.run_name = f"{Path(str(self.args.output_dir)).name} {name}"
         return found
+
+    def rows_of(self, steps: int) -> StageRows:
+        """Return the rows of the next stage."""
+        args, first = self.args, self.taken
+        self.taken += steps
+        groups = args.world_size // args.cp_size
+        batch = args.train_batch_size * args.gradient_accumulation_steps * groups
+        return StageRows(self.rows, first=first, steps=steps, batch=batch, seed=args.seed)
 
     def train(self, trainer: Any, name: str) -> None:
         """Run a stage, from its last checkpoint if the run is resumed."""
@@ -440,7 +452,7 @@ class Recovery:
                 self.stage(name, args.transfer_steps, args.transfer_rate),
                 layers=block,
                 best=self.best(),
-                train_dataset=self.rows,
+                train_dataset=self.rows_of(args.transfer_steps),
                 data_collator=default_collate,
                 callbacks=self.callbacks(model),
             )
@@ -488,7 +500,7 @@ class Recovery:
             is_encoder=self.task != "CAUSAL_LM",
             **options,
             best=self.best(generates=name == "distil"),
-            train_dataset=self.rows,
+            train_dataset=self.rows_of(args.max_steps),
             data_collator=default_collate,
             callbacks=self.callbacks(prepared),
         )

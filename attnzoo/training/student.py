@@ -130,7 +130,7 @@ class StudentRecovery(Recovery):
             self.stage("transfer", args.transfer_steps, rate),
             transfer=StudentTransfer(model, self.teacher),
             best=self.best(),
-            train_dataset=self.rows,
+            train_dataset=self.rows_of(args.transfer_steps),
             data_collator=default_collate,
         )
         self.train(trainer, "transfer")

@@ -20,8 +20,8 @@ from accelerate.utils import DistributedType
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils.data import DataLoader
-from transformers import Trainer
+from torch.utils.data import DataLoader, SequentialSampler, Subset
+from transformers import PrinterCallback, ProgressCallback, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from attnzoo.errors import AttnzooError, ConfigError
@@ -29,7 +29,7 @@ from attnzoo.hf.context_parallel import check_model, context_parallel
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.names import NAME
 from attnzoo.training.arguments import RecoveryArguments
-from attnzoo.training.callbacks import BestState
+from attnzoo.training.callbacks import BestState, LossProgress
 from attnzoo.training.distil import (
     Loss,
     Teacher,
@@ -45,6 +45,31 @@ STATE = "trainer_state.json"  # the file that Trainer writes last into a checkpo
 
 class DivergenceError(AttnzooError):
     """A loss, a gradient or an output is NaN or infinite."""
+
+
+class StageRows(Subset[Any]):
+    """Training rows in the order of the steps of a stage.
+
+    Stages go on in the rows where the stage before has stopped, epoch after epoch, each in an order
+    of its own. Rows that do not fill a step are left out of an epoch, so that the rows of a step
+    do not depend on the number of micro-batches and processes.
+
+    Args:
+        rows: All rows.
+        first: Steps of the stages before.
+        steps: Steps of the stage.
+        batch: Rows of a step, over all micro-batches and processes.
+        seed: Seed of the order.
+    """
+
+    def __init__(self, rows: Any, *, first: int, steps: int, batch: int, seed: int) -> None:
+        whole = len(rows) // batch * batch or len(rows)
+        order: list[int] = []
+        for epoch in range(first * batch // whole, -(-(first + steps) * batch // whole)):
+            generator = torch.Generator().manual_seed(seed + epoch)
+            order += torch.randperm(len(rows), generator=generator)[:whole].tolist()
+        start = first * batch % whole
+        super().__init__(rows, order[start : start + steps * batch])
 
 
 class StageTrainer(Trainer):
@@ -67,7 +92,16 @@ class StageTrainer(Trainer):
     def __init__(
         self, model: Any, args: RecoveryArguments, *, best: BestState | None = None, **kwargs: Any
     ) -> None:
+        if args.n_gpu > 1:
+            args._n_gpu = 1  # DataParallel would copy the model without its hooks
+        use_cache = getattr(model.config, "use_cache", None)
         super().__init__(model, args, **kwargs)
+        if use_cache is not None:
+            model.config.use_cache = use_cache  # Trainer changes what is saved
+        for callback in (PrinterCallback, ProgressCallback):
+            self.remove_callback(callback)
+        if not args.disable_tqdm:
+            self.add_callback(LossProgress())
         if args.fsdp and self.accelerator.distributed_type != DistributedType.FSDP:
             raise ConfigError(
                 "fsdp is given, but Accelerate does not shard these processes "
@@ -97,10 +131,11 @@ class StageTrainer(Trainer):
         processes = self.accelerator.num_processes
         if num_items_in_batch is not None:
             inputs = {**inputs, "num_items_in_batch": torch.as_tensor(num_items_in_batch).float()}
-        loss = self.stage_loss(model, inputs)
+        with self.accelerator.autocast():  # of a teacher that is another model, too
+            loss = self.stage_loss(model, inputs)
         if num_items_in_batch is not None:
             loss = loss * processes  # whose gradients are averaged
-        if processes > 1:
+        if processes > 1 and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             loss = loss + _zero(p for p in self.model.parameters() if p.requires_grad)
         return (loss, {}) if return_outputs else loss
 
@@ -212,24 +247,24 @@ class StageTrainer(Trainer):
             return count
         return count / self.args.cp_size  # the processes of a group have the same rows
 
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        if isinstance(self.train_dataset, StageRows):
+            return SequentialSampler(self.train_dataset)
+        return super()._get_train_sampler(train_dataset)
+
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the batches, the same for all processes that split rows."""
         if self.mesh is None:
             return super().get_train_dataloader()
-        sampler = torch.utils.data.RandomSampler(
-            self.train_dataset, generator=torch.Generator().manual_seed(self.args.seed)
-        )
-        groups = self.accelerator.num_processes // self.args.cp_size
         loader: Any = prepare_data_loader(
             DataLoader(
                 self.train_dataset,
-                batch_size=self.args.per_device_train_batch_size * groups,
-                sampler=sampler,
+                batch_size=self.args.per_device_train_batch_size,
+                sampler=self._get_train_sampler(),
                 collate_fn=self.data_collator,
                 drop_last=True,
             ),
             self.accelerator.device,
-            split_batches=True,
             put_on_device=True,
             rng_types=list(self.accelerator.rng_types),
             use_seedable_sampler=True,
@@ -301,7 +336,8 @@ class TransferTrainer(StageTrainer):
 
     def stage_loss(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         """Return the mean loss of the layers."""
-        self.transfer.step = self.state.global_step
+        state = self.state  # an evaluation compares the same keys each time
+        self.transfer.step = state.global_step if model.training else state.max_steps
         return self.transfer.run(model, model_inputs(batch))
 
 

@@ -20,7 +20,7 @@ from attnzoo.training.evaluate import evaluate
 from attnzoo.training.quality import evaluate_rows
 from attnzoo.training.recover import rate_factor, recover
 from attnzoo.training.results import RunError
-from attnzoo.training.trainer import DivergenceError, StageTrainer
+from attnzoo.training.trainer import DivergenceError, StageRows, StageTrainer
 from attnzoo.training.transfer import Transfer
 from tests.processes import DEVNULL, SECONDS, running
 from tests.training.short_runs import arguments, losses
@@ -61,6 +61,7 @@ def test_trained_weights(saved, text, spec, tmp_path, train):
     raw = hf.AutoModelForCausalLM.from_pretrained(saved)
     start = attnzoo.swap(raw, spec).state_dict()
     assert any("attnzoo" in n and not torch.equal(x, start[n]) for n, x in after.items())
+    assert hf.AutoConfig.from_pretrained(out).use_cache
     assert json.loads((out / "recovery.json").read_text()) == outcome
     assert not [*(out / "checkpoints").glob("*/")]
     assert not [*out.glob("*.partial")]
@@ -175,6 +176,26 @@ def test_killed_process_is_resumed(saved, text, tmp_path, attnzoo_command):
             time.sleep(0.05)
     attnzoo_command(*command, "--resume-from-checkpoint", "True")
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_stages_go_on_in_the_rows_where_the_last_one_has_stopped():
+    """Each row comes once an epoch, but for those that fill no step."""
+    parts = [StageRows(range(11), first=x, steps=y, batch=3, seed=5) for x, y in ((0, 2), (2, 5))]
+    found = [row for part in parts for row in part]
+    assert found == [*StageRows(range(11), first=0, steps=7, batch=3, seed=5)]
+    epochs = [found[:9], found[9:18]]
+    assert [len({*x}) for x in epochs] == [9, 9]
+    assert epochs[0] != epochs[1]
+    assert len(StageRows(range(2), first=1, steps=3, batch=4, seed=0)) == 12
+
+
+def test_evaluations_of_transfer_compare_the_same_keys(saved, text, spec, tmp_path):
+    """With a rate of almost zero, so that the loss does not change."""
+    args = arguments(
+        tmp_path / "out", transfer_target="attention", transfer_learning_rate=1e-30, max_steps=0
+    )
+    lines = recover(saved, spec, [text], args)["losses"]["transfer"]
+    assert len({x["eval_loss"] for x in lines if "eval_loss" in x}) == 1
 
 
 def test_one_row_at_a_time_takes_the_same_steps(saved, text, spec, tmp_path):
