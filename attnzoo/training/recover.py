@@ -249,7 +249,7 @@ class Recovery:
             model = self.whole(model)
             round_weights(model, self.dtype)
             self.evaluate_result(model)
-            results = {**self.evaluator.results(), **self.provenance, **further}
+            results = {**self.evaluator.results(), **self.folder.run, **further}
             return save_model(self, model, {**results, **self.describe()})
 
     def describe(self) -> dict[str, Any]:
