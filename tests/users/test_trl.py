@@ -239,3 +239,45 @@ def test_example(tmp_path, trl):
     saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert saved.config.attnzoo["backend"] == "linear"
     assert_close(dict(saved.state_dict()), dict(trainer.model.state_dict()), rtol=0, atol=0)
+
+
+def test_distillation_example(tmp_path, trl, tokenizer, monkeypatch):
+    """A step's loss is the reverse KL on what the student has generated, each row run alone."""
+    original = tiny(tokenizer, "flash")
+    attnzoo.restore(original)
+    with torch.no_grad():
+        for x in original.parameters():
+            x.mul_(8 if x.ndim > 1 else 1)  # attention is far from uniform
+    original.save_pretrained(tmp_path / "original")
+    tokenizer.save_pretrained(tmp_path / "original")
+    compute, steps = trl.DistillationTrainer.compute_loss, []
+
+    @torch.no_grad()
+    def expected(model, teacher, inputs):
+        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+        found = []
+        for ids, mask, own, kept in zip(*(inputs[name] for name in names), strict=True):
+            own = own[kept.bool()]
+            row = torch.cat([ids[mask.bool()], own])[None]
+            last = slice(-len(own) - 1, -1)
+            ours, theirs = (m(row).logits[0, last].log_softmax(-1) for m in (model, teacher))
+            found.append((ours.exp() * (ours - theirs)).sum(-1))
+        return torch.cat(found).mean()
+
+    def compute_loss(self, model, inputs, *args, **options):
+        loss = compute(self, model, inputs, *args, **options)
+        steps.append((float(loss.detach()), float(expected(model, self.teacher_model, inputs))))
+        return loss
+
+    monkeypatch.setattr(trl.DistillationTrainer, "compute_loss", compute_loss)
+    module = runpy.run_path(str(ROOT / "integrations" / "trl" / "distil.py"))
+    given = ["--model", tmp_path / "original", "--steps", 2, "--tokens", 30, "--out", tmp_path]
+    trainer = module["main"]([*map(str, given)])
+    assert len(steps) == 2
+    assert min(steps)[0] > 1e-3
+    assert_close(*torch.tensor(steps, dtype=torch.float64).T, rtol=1e-4, atol=1e-6)
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert saved.config.attnzoo["backend"] == "gated_linear"
+    assert_close(dict(saved.state_dict()), dict(trainer.model.state_dict()), rtol=0, atol=0)
+    teacher = dict(trainer.teacher_model.state_dict())
+    assert_close(teacher, dict(original.state_dict()), rtol=0, atol=0)
