@@ -214,8 +214,11 @@ class EncoderEvaluator:
         restore(model)
 
     def evaluate_result(self, model: Any) -> None:
-        """Evaluate the result."""
+        """Evaluate the result, and each branch of its hybrids."""
         self.evaluate("result", model)
+        self.lines |= branch_qualities(
+            model, lambda model: similarity(embeddings(model, self.texts), self.originals), self.log
+        )
 
     def results(self) -> dict[str, Any]:
         """Return the verdict and the evaluations as plain data."""

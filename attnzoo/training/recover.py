@@ -51,7 +51,7 @@ from attnzoo.training.distil import (
 )
 from attnzoo.training.encoder import is_encoder, load_texts
 from attnzoo.training.evaluate import EncoderEvaluator, Evaluator
-from attnzoo.training.four_bits import config_of_4_bits
+from attnzoo.training.four_bits import config_of_4_bits, require_bitsandbytes
 from attnzoo.training.loading import load_causal, load_model
 from attnzoo.training.plan import weights_fingerprint
 from attnzoo.training.publish import prepare_repo, publish
@@ -164,6 +164,8 @@ class Recovery:
         self.check_arguments()
         if args.train == "lora":
             require_peft()
+        if args.load_in_4bit or args.teacher_dtype == "nf4":
+            require_bitsandbytes()
         self.dtype = saved_dtype(path)  # that the model is saved in again
         with self.state.local_main_process_first():  # the others find its rows in the cache
             self.rows, self.held_out = self.load_rows()

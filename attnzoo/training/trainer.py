@@ -94,6 +94,9 @@ class StageTrainer(Trainer):
     ) -> None:
         if args.n_gpu > 1:
             args._n_gpu = 1  # DataParallel would copy the model without its hooks
+        if kwargs.get("eval_dataset") is None and args.eval_strategy != "no":
+            args = copy.copy(args)
+            args.eval_strategy = "no"
         use_cache = getattr(model.config, "use_cache", None)
         super().__init__(model, args, **kwargs)
         if use_cache is not None:
@@ -138,6 +141,14 @@ class StageTrainer(Trainer):
         if processes > 1 and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             loss = loss + _zero(p for p in self.model.parameters() if p.requires_grad)
         return (loss, {}) if return_outputs else loss
+
+    @torch.no_grad()
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Tensor, None, None]:
+        """Return the loss of a batch of ``eval_dataset``."""
+        with self.compute_loss_context_manager():
+            return self.stage_loss(model, self._prepare_inputs(inputs)).detach(), None, None
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Return the optimizer of ``args.optim``, with a group for each rate and decay."""

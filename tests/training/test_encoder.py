@@ -11,6 +11,7 @@ import attnzoo
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.embeddings import EmbeddingSimilarity, Texts, embeddings
 from attnzoo.evaluation.models import embedded_model_path
+from attnzoo.training import evaluate
 from attnzoo.training.data import DataError, RowOptions, load_documents, split_documents
 from attnzoo.training.encoder import is_encoder, tokenize_texts, verdict
 from attnzoo.training.recover import recover
@@ -80,8 +81,9 @@ def test_frozen_weights_in_bfloat16_are_no_part_of_the_result(encoder, lines, tm
     assert any(not torch.equal(saved[name], x) for name, x in exact.items())
 
 
-def test_texts_of_a_command_are_as_alone(encoder, lines, attnzoo_command, tmp_path):
+def test_texts_of_a_command_are_as_alone(encoder, lines, attnzoo_command, tmp_path, monkeypatch):
     """Short texts of JSON lines, padded beside longer ones, against each text without padding."""
+    monkeypatch.setattr(evaluate, "ROWS", 32)
     out, swap = tmp_path / "out", {"feature_map": "hedgehog", "window": 2}
     given = ["--attention", "linear:feature_map=hedgehog,window=2"]
     steps = ["--transfer-steps", "1", "--max-steps", "1", "--max-length", "32"]
@@ -122,7 +124,8 @@ def test_trained_weights_and_results(encoder, lines, tmp_path, train):
     assert "mean cosine" in (out / "README.md").read_text()
 
 
-def test_recovery_raises_the_cosine(encoder, lines, tmp_path):
+def test_recovery_raises_the_cosine(encoder, lines, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate, "ROWS", 8)
     results = recover(
         encoder,
         SPEC,

@@ -167,7 +167,7 @@ def test_training_evaluates_documents(data, gpt2, attnzoo_command, tmp_path, mon
     equal = float((originals == found).float().mean())
     assert lines["window alone"]["agreement"] == pytest.approx(equal)
     tuned = json.loads((tmp_path / "two" / "finetuning.json").read_text())["lines"]
-    for name in specs:
+    for name in ("softmax", "raw swap"):
         assert tuned[name]["loss"] == pytest.approx(lines[name]["loss"])
     again = evaluate(tmp_path / "one", [data], row_length=LENGTH, control=9)["lines"]
     own = loss_of(documents, alone(tmp_path / "one", None, documents))
