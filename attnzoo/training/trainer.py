@@ -7,6 +7,7 @@ that ends in its best state, a stop at the first number that is not finite, and 
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Iterable, Mapping
