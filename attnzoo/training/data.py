@@ -179,14 +179,14 @@ def _load(load: Any, path: Path, **options: Any) -> Any:
         ) from error
 
 
-def _sources(path: Path, streaming: bool) -> Iterator[Any]:
-    """Yield the data sets of a path: one, or one for each file of a folder."""
+def _sources(path: Path, streaming: bool) -> Iterator[tuple[Path, Any]]:
+    """Yield the data sets of a path, with their paths: one, or one for each file of a folder."""
     if _is_hub_id(path):
-        yield _load(datasets.load_dataset, path, split="train", streaming=streaming)
+        yield path, _load(datasets.load_dataset, path, split="train", streaming=streaming)
     elif (path / "dataset_dict.json").is_file():
-        yield datasets.load_from_disk(str(path / "train"))
+        yield path, datasets.load_from_disk(str(path / "train"))
     elif (path / "state.json").is_file():
-        yield datasets.load_from_disk(str(path))
+        yield path, datasets.load_from_disk(str(path))
     elif path.is_dir():
         for file in sorted(x for x in path.rglob("*") if x.is_file()):
             parts = file.relative_to(path).parts
@@ -200,26 +200,28 @@ def _sources(path: Path, streaming: bool) -> Iterator[Any]:
         kind = READERS.get(path.suffix.lower(), "text")
         options = {"sample_by": "document"} if kind == "text" else {}
         read = getattr(datasets.IterableDataset, f"from_{kind}")
-        yield read(escape(str(path)), split="train", **options)
+        yield path, read(escape(str(path)), split="train", **options)
 
 
 def _texts(name: str, column: str | None, streaming: bool) -> Iterator[dict[str, str]]:
     """Yield the texts of a path that are not blank."""
+    path = file = Path(name)
     try:
-        for row in chain.from_iterable(_sources(Path(name), streaming)):
-            text = _example_of(row) if column is None else row.get(column)
-            if not isinstance(text, str):
-                what = EXAMPLES if column is None else f"a text in field {column!r}"
-                raise DataError(
-                    f"A row of {name!r} lacks {what}; its fields: {', '.join(row)} "
-                    "(--dataset-text-field names that of the text)"
-                )
-            if text.strip():
-                yield {"text": text}
+        for file, source in _sources(path, streaming):
+            for row in source:
+                text = _example_of(row) if column is None else row.get(column)
+                if not isinstance(text, str):
+                    what = EXAMPLES if column is None else f"a text in field {column!r}"
+                    raise DataError(
+                        f"A row of {str(file)!r} lacks {what}; its fields: {', '.join(row)} "
+                        "(--dataset-text-field names that of the text)"
+                    )
+                if text.strip():
+                    yield {"text": text}
     except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
         if isinstance(error, AttnzooError):
             raise
-        raise DataError(f"{name!r} cannot be read: {error}") from error
+        raise DataError(f"{str(file)!r} cannot be read: {error}") from error
 
 
 def _example_of(row: dict[str, Any]) -> str | None:
@@ -338,17 +340,23 @@ def pack_examples(examples: datasets.Dataset, tokenizer: Any, length: int) -> Ro
             "(--max-length), or give examples in which the assistant answers"
         )
     packed = trl.pack_dataset(datasets.Dataset.from_list(kept), length, "bfd", {"batch_size": None})
-    tokens = torch.full((len(packed), length), tokenizer.pad_token_id or 0)
-    labels, positions = torch.full_like(tokens, IGNORE_INDEX), torch.zeros_like(tokens)
-    ends = torch.tensor([sum(row["seq_lengths"]) for row in packed])
-    for i, row in enumerate(packed):
-        tokens[i, : ends[i]] = torch.tensor(row["input_ids"])
-        labels[i, : ends[i]] = torch.tensor(row["labels"])
-        sizes = [*row["seq_lengths"], length - int(ends[i])]
-        positions[i] = torch.cat([torch.arange(size) for size in sizes])
+    collate = trl.trainer.sft_trainer.DataCollatorForLanguageModeling(
+        tokenizer.pad_token_id or 0, return_position_ids=True, pad_to_multiple_of=length
+    )
+    batch, in_row = collate(list(packed)), torch.arange(length)
+    ends, labels = batch["attention_mask"].sum(1), batch["labels"]
     trained = labels[labels != IGNORE_INDEX]
-    size = len(tokenizer.decode(trained, skip_special_tokens=True).encode()) / len(trained)
-    return Rows(tokens=tokens, positions=positions, labels=labels, ends=ends, bytes_per_token=size)
+    return Rows(
+        tokens=batch["input_ids"],
+        positions=torch.where(
+            in_row < ends[:, None], batch["position_ids"], in_row - ends[:, None]
+        ),
+        labels=labels,
+        ends=ends,
+        bytes_per_token=len(tokenizer.decode(trained, skip_special_tokens=True).encode())
+        / len(trained),
+        shortened=sum(len(x["input_ids"]) > length for x in kept),
+    )
 
 
 def tokenize_example(example: dict[str, Any], tokenizer: Any) -> dict[str, list[int]]:

@@ -138,7 +138,8 @@ class _NextTokens:
     def __init__(self, path: Path, data: Any, args: Any, model_args: Any) -> None:
         self.path, self.args, self.model_args = path, args, model_args
         self.tokenizer = load_tokenizer(path)
-        self.prepare(data)
+        with PartialState().local_main_process_first():  # the others find the data in the cache
+            self.prepare(data)
 
     def load(self, spec: AttentionSpec | None) -> Any:
         """Return the swapped model."""

@@ -119,7 +119,9 @@ library = Path(sysconfig.get_path("stdlib"))
 command = [sys.executable, *shlex.split("-m attnzoo recover embedded --output-dir recovered")]
 command += shlex.split("--attention gated_linear:feature_map=hedgehog_exp,window=32")
 command += shlex.split("--layers 3=flash --max-length 256 --repeat-share 0.5")
-command += shlex.split("--per-device-train-batch-size 4 --transfer-steps 12 --max-steps 10 --train full")
+command += shlex.split(
+    "--per-device-train-batch-size 4 --transfer-steps 12 --max-steps 10 --train full"
+)
 command += shlex.split("--learning-rate 5e-4 --disable-tqdm True")
 for name in ("json", "logging"):
     command += ["--data", str(library / name)]

@@ -150,6 +150,10 @@ def test_invalid_sources_are_refused(tmp_path, name, content, message):
         path.write_bytes(content)
     with pytest.raises(DataError, match=message):
         texts([path])
+    if name.endswith((".jsonl", "latin.txt")):  # a folder's error names the file
+        (tmp_path / "a.jsonl").write_text('{"text": "before"}')
+        with pytest.raises(DataError, match=message):
+            texts([tmp_path])
 
 
 def test_names_of_files_are_not_patterns(tmp_path):
@@ -339,6 +343,7 @@ def test_rows_hold_whole_examples(tokenizer):
     labels = rows[1]["labels"]
     assert (labels != IGNORE_INDEX).tolist() == [0, 0, 1, 1, 1, 0, 1, 1, 0, 0]
     assert rows.ends.tolist() == [10, 8]
+    assert rows.shortened == 1
     assert len(rows.stream) == 18
     assert rows.bytes_per_token == 12 / 14  # ends have no bytes
     with pytest.raises(DataError, match="No example has a completion to train on within 1 tokens"):
