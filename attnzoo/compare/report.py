@@ -69,13 +69,13 @@ def advice(rows: Sequence[Row], mode: str, missing: str = "") -> tuple[str, Tabl
 
 
 def show(console: Console, rows: Sequence[Row], mode: str, missing: str = "") -> None:
-    """Print the tables, the cases without a result, and the findings."""
-    for group, curves in group_curves(rows).items():
-        if group[2] == mode and any(curve.ms or curve.missing for curve in curves):
-            cost_table(curves, group).print(console)
+    """Print the tables, quality first, the cases without a result, and the findings."""
     quality = quality_table(rows)
     if quality is not None:
         quality.print(console)
+    for group, curves in group_curves(rows).items():
+        if group[2] == mode and any(curve.ms or curve.missing for curve in curves):
+            cost_table(curves, group).print(console)
     memory = computed_memory_table(rows)
     if memory is not None:
         memory.print(console)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -40,24 +40,6 @@ class DecodingCost:
     def contradicted(self) -> list[int]:
         """Return the lengths whose fastest time a longer context contradicts."""
         return contradicted({n: min(ms) for n, ms in self.rounds_ms.items()})
-
-
-@torch.no_grad()
-def measure_decoding(
-    model: PreTrainedModel,
-    stream: Tensor,
-    lengths: Sequence[int],
-    on_step: OnStep = lambda: None,
-) -> DecodingCost:
-    """Fill a cache and return the decoding time at each context length.
-
-    Args:
-        model: A causal model in evaluation mode.
-        stream: Tokens that fill the cache, ``[L]``, on the model's device.
-        lengths: Context lengths, increasing, at most L.
-        on_step: Called after each forward call that fills the cache and after each length.
-    """
-    return measure_together(model, {"model": nullcontext}, stream, lengths, on_step)["model"]
 
 
 @torch.no_grad()

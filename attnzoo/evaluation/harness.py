@@ -129,8 +129,8 @@ class Harness:
             model: A causal model on its device.
 
         Raises:
-            ConfigError: A task is unknown, a generated prompt is longer than the model's positions,
-                or the data of a task cannot be loaded.
+            ConfigError: A task is unknown, its data or packages cannot be loaded, or a generated
+                prompt is longer than the model's positions.
         """
         from lm_eval import evaluator
         from lm_eval.models.huggingface import HFLM
@@ -152,10 +152,10 @@ class Harness:
                     task_manager=self.manager,
                     log_samples=False,
                 )
-        except OSError as error:
+        except (ImportError, OSError) as error:  # of a task's packages or data
             raise ConfigError(
-                f"The data of {', '.join(tasks.names)} cannot be loaded: {error} Check the "
-                f"connection to the Hugging Face Hub, or give tasks that need none, as {GROUP}"
+                f"The tasks {', '.join(tasks.names)} cannot be loaded: {error} Install what they "
+                f"need, check the connection, or give tasks that need neither, such as {GROUP}"
             ) from error
         return {
             name: {key: value for key, value in metrics.items() if key not in NOT_METRICS}

@@ -51,7 +51,8 @@ def test_times_that_cannot_be_right_are_measured_again(model, monkeypatch, again
     first = [0.44] * TOKENS + [0.03] * TOKENS
     second = [0.03] * (2 * TOKENS) if again else first
     monkeypatch.setattr(decoding.time, "perf_counter", Clock(first + second))
-    cost = decoding.measure_decoding(model, STREAM, [8, 40])
+    found = decoding.measure_together(model, {"model": nullcontext}, STREAM, [8, 40])
+    cost = found["model"]
     assert cost.decode_ms[40] == pytest.approx(30)
     assert cost.decode_ms[8] == pytest.approx(30 if again else 440)
     assert cost.busy == ([] if again else [8])

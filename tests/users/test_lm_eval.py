@@ -134,6 +134,18 @@ def test_evaluate_runs_tasks_before_and_after(saved, tokenizer, monkeypatch, cap
     assert "window alone" in printed
 
 
+@pytest.mark.parametrize("problem", [ImportError, ConnectionError])
+def test_what_a_task_lacks_is_one_message(saved, monkeypatch, capsys, problem):
+    def fails(*_, **__):
+        raise problem("it needs wonderwords.")
+
+    monkeypatch.setattr("lm_eval.evaluator.simple_evaluate", fails)
+    given = ["--tasks", TASK, "--include-path", ROOT / "integrations" / "lm_eval"]
+    code, _, errors = evaluate(monkeypatch, capsys, saved, *given)
+    assert code == 2
+    assert f"{TASK} cannot be loaded: it needs wonderwords." in " ".join(errors.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
