@@ -44,8 +44,9 @@ from attnzoo.ops.block_sparse.options import (
 )
 from attnzoo.ops.block_sparse.selection import MEAN, select_blocks, summarize
 from attnzoo.spec import AttentionSpec
+from attnzoo.training.arguments import RecoveryArguments
 from attnzoo.training.loading import load_causal
-from attnzoo.training.recover import RecoverConfig, recover
+from attnzoo.training.recover import recover
 from benchmarks.recover import data
 
 LONG: dict[str, Any] = {"window": 64, "block_size": 64, "top_k": 13}  # at most 963 keys per query
@@ -137,11 +138,16 @@ def indexer(
     evaluation, started = Evaluation(), time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         saved = out or Path(folder) / "out"
-        config = RecoverConfig(
-            transfer_steps=steps, distil_steps=0, transfer_lr=lr, repeat_share=0.5, judged_rows=8
+        args = RecoveryArguments(
+            str(saved),
+            transfer_steps=steps,
+            max_steps=0,
+            transfer_learning_rate=lr,
+            repeat_share=0.5,
+            use_cpu=True,
         )
         spec = AttentionSpec("block_sparse", **options)
-        recover(evaluation.path, spec, data(), saved, config)
+        recover(evaluation.path, spec, data(), args)
         seconds = time.process_time() - started
         evaluation.show(f"{steps} steps, {seconds:.0f} s", options, load_causal(saved, None).eval())
 

@@ -17,6 +17,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import typer
 from torch import Tensor
+from transformers import get_cosine_schedule_with_warmup
 
 from attnzoo.commands.spec_options import spec_of
 from attnzoo.contract.inputs import AttentionInputs
@@ -27,9 +28,8 @@ from attnzoo.evaluation.rows import Rows
 from attnzoo.registry import build_backend
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.calibrate import new_calibration, set_gates
-from attnzoo.training.loading import load_causal, load_rows
-from attnzoo.training.optimizer import make_schedule
-from attnzoo.training.train_config import TrainConfig
+from attnzoo.training.data import RowOptions, load_rows
+from attnzoo.training.loading import load_causal
 from attnzoo.training.transfer import Transfer, relative_error, swapped_layers
 from benchmarks.recover import data
 
@@ -69,7 +69,7 @@ class Batch(NamedTuple):
 def record(number: int) -> tuple[list[Batch], list[Batch], Any]:
     """Record training and held-out batches of a layer; return them and the layer's geometry."""
     path = embedded_model_path()
-    train, held_out = load_rows(path, data(), "text", TrainConfig(repeat_share=0.5))
+    train, held_out = load_rows(path, data(), RowOptions(repeat_share=0.5))
     model = load_causal(path, AttentionSpec("delta", window=32)).eval()
     backend = list(swapped_layers(model).values())[number]
     exact = build_backend("flash", {}, backend.geometry)
@@ -165,7 +165,7 @@ def main(
     print("before", errors(backend, held_out), flush=True)
     parameters = list(backend.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
-    schedule = make_schedule("cosine", {}, optimizer, warmup=steps // 10, steps=steps)
+    schedule = get_cosine_schedule_with_warmup(optimizer, steps // 10, steps)
     parts = [part for x in train for part in x.split(rows)]
     for step in range(steps):
         x = parts[step % len(parts)]

@@ -22,8 +22,8 @@ import torch
 import typer
 
 from attnzoo.spec import AttentionSpec
-from attnzoo.training.loop import LoopConfig
-from attnzoo.training.recover import RecoverConfig, recover
+from attnzoo.training.arguments import RecoveryArguments
+from attnzoo.training.recover import recover
 from tools.python_text import standard_library_files
 
 WORDS = 32  # minimum length of a docstring
@@ -63,14 +63,16 @@ def run(name: str, seed: int, config: Mapping[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "docstrings.jsonl"
         write_docstrings(data)
-        loop = LoopConfig(seed=seed, precision="bf16")
-        results = recover(
-            encoder(),
-            CASES[name],
-            [data],
-            Path(folder) / "out",
-            RecoverConfig(row_length=128, judged_rows=128, train="full", loop=loop, **config),
+        args = RecoveryArguments(
+            f"{folder}/out",
+            max_length=128,
+            train="full",
+            seed=seed,
+            bf16=True,
+            use_cpu=True,
+            **config,
         )
+        results = recover(encoder(), CASES[name], [data], args)
     return {
         "case": name,
         "seed": seed,
@@ -88,16 +90,16 @@ def main(
     seeds: Annotated[list[int] | None, typer.Option(help="repeatable")] = None,
     only: Annotated[list[str] | None, typer.Option(help="case (repeatable); default: all")] = None,
     transfer_steps: Annotated[int, typer.Option(help="steps that train the added parameters")] = 60,
-    distil_steps: Annotated[
+    max_steps: Annotated[
         int, typer.Option(help="steps that train all weights to match hidden states")
     ] = 200,
-    weights_lr: Annotated[float, typer.Option(help="learning rate of all weights")] = 2e-4,
+    learning_rate: Annotated[float, typer.Option(help="learning rate of all weights")] = 2e-4,
 ) -> None:
     """Run every case with every seed."""
     config = {
         "transfer_steps": transfer_steps,
-        "distil_steps": distil_steps,
-        "weights_lr": weights_lr,
+        "max_steps": max_steps,
+        "learning_rate": learning_rate,
     }
     for name in only or CASES:
         for seed in seeds or [0]:

@@ -23,12 +23,11 @@ import typer
 
 from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.spec import AttentionSpec
+from attnzoo.training.arguments import RecoveryArguments
 from attnzoo.training.candidates import preset_candidates
-from attnzoo.training.loading import load_rows
-from attnzoo.training.loop import LoopConfig
+from attnzoo.training.data import RowOptions, load_rows
 from attnzoo.training.plan import make_plan
-from attnzoo.training.recover import RecoverConfig, recover
-from attnzoo.training.train_config import TrainConfig
+from attnzoo.training.recover import recover
 
 FOLDERS = ("json", "asyncio", "email", "http", "unittest", "xml")
 HEDGEHOG: dict[str, Any] = {"feature_map": "hedgehog", "window": 32}
@@ -48,14 +47,14 @@ class Case:
     distil: int  # steps
     backend: str = "gated_linear"  # if ``keep`` is None
     swap: Mapping[str, Any] = field(default_factory=dict)  # its options
-    options: Mapping[str, Any] = field(default_factory=dict)  # of RecoverConfig
-    precision: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)  # of RecoveryArguments
+    bf16: bool = False
 
 
 CASES = {
     "half exact": Case(keep=0.5, transfer=40, distil=0),
     "quarter exact": Case(keep=0.25, transfer=40, distil=60),
-    "quarter exact, bf16": Case(keep=0.25, transfer=40, distil=60, precision="bf16"),
+    "quarter exact, bf16": Case(keep=0.25, transfer=40, distil=60, bf16=True),
     "none exact": Case(keep=0.0, transfer=0, distil=0),
     "gated hybrid": Case(
         transfer=60,
@@ -64,10 +63,10 @@ CASES = {
         options={
             "transfer_target": "attention",
             "train": "full",
-            "weights_lr": 5e-4,
+            "learning_rate": 5e-4,
             "repeat_share": 0.5,
         },
-        precision="bf16",
+        bf16=True,
     ),
     "gated hybrid, hedgehog": Case(transfer=60, distil=150, swap=HEDGEHOG),
     "delta hybrid": Case(
@@ -75,8 +74,8 @@ CASES = {
         distil=70,
         backend="delta",
         swap={"feature_map": "hedgehog_exp", "window": 32},
-        options={"train": "full", "weights_lr": 5e-4, "repeat_share": 0.5},
-        precision="bf16",
+        options={"train": "full", "learning_rate": 5e-4, "repeat_share": 0.5},
+        bf16=True,
     ),
     # only the added parameters are trained, to isolate the effect of window dropout at equal steps
     "gated hybrid, short": Case(transfer=20, distil=30, swap=HEDGEHOG, options={"train": "extras"}),
@@ -103,7 +102,7 @@ def spec_for(case: Case) -> AttentionSpec:
     if case.keep is None:
         return AttentionSpec(case.backend, **case.swap)
     path = embedded_model_path()
-    train, _ = load_rows(path, data(), "text", TrainConfig(repeat_share=1.0))
+    train, _ = load_rows(path, data(), RowOptions(repeat_share=1.0))
     candidates = {text: read_candidate(text) for text in preset_candidates()}
     return make_plan(path, train.select(slice(8)), candidates, keep_softmax=case.keep).spec
 
@@ -114,15 +113,17 @@ def run(name: str, seed: int) -> dict[str, Any]:
     started = time.perf_counter()
     spec = spec_for(case)
     planned, worked = time.perf_counter(), time.process_time()
-    config = RecoverConfig(
-        transfer_steps=case.transfer,
-        distil_steps=case.distil,
-        control=32,
-        loop=LoopConfig(seed=seed, precision=case.precision),
-        **case.options,
-    )
     with tempfile.TemporaryDirectory() as folder:
-        results = recover(embedded_model_path(), spec, data(), Path(folder) / "out", config)
+        args = RecoveryArguments(
+            f"{folder}/out",
+            transfer_steps=case.transfer,
+            max_steps=case.distil,
+            seed=seed,
+            bf16=case.bf16,
+            use_cpu=True,
+            **case.options,
+        )
+        results = recover(embedded_model_path(), spec, data(), args)
     return {
         "case": name,
         "seed": seed,
