@@ -204,6 +204,12 @@ class RecoveryArguments(TrainingArguments):
                 f"A row of {self.max_length} tokens is not divisible by cp_size={self.cp_size} "
                 "processes; make max_length a multiple"
             )
+        if self.world_size % self.cp_size:
+            raise ConfigError(
+                f"{self.world_size} processes do not divide into groups of cp_size={self.cp_size} "
+                f"that share rows; start a multiple of {self.cp_size}, such as torchrun "
+                f"--nproc-per-node {self.cp_size}"
+            )
         if self.cp_size > 1 and self.torch_compile:
             raise ConfigError(
                 "torch_compile compiles layers, but those of cp_size > 1 exchange states between "

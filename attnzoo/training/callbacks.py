@@ -115,10 +115,10 @@ class BestState(TrainerCallback):  # type: ignore[misc]
             self._judge(state.global_step)
 
     def _judge(self, step: int) -> None:
-        score = self.score(step)
+        score, state = self.score(step), self._parameters()
         if self.best is None or score.is_better_than(self.best):
             self.best = score
-            self.state = [p.detach().clone() for p in self._parameters()]
+            self.state = [p.detach().clone() for p in state]
         log_metrics(self.trainer, score.metrics())
 
     def restore(self) -> None:

@@ -419,12 +419,16 @@ class Recovery:
         args = self.args
         if not (args.cross_entropy and args.max_steps and args.train != "extras"):
             return
-        model: Any = self.load_model()
-        if args.cp_size > 1:
-            swap(model, "flash")
-        else:
-            restore(model)
-        tuned = self.train_weights(model, "softmax", 1.0)
+
+        def load() -> Any:
+            model = self.load_model()
+            if args.cp_size > 1:
+                swap(model, "flash")
+            else:
+                restore(model)
+            return model
+
+        tuned = self.train_weights(load(), "softmax", 1.0, load)
         self.evaluator.evaluate("softmax tuned", tuned)
 
     def calibrate(self) -> list[dict[str, Any]]:
@@ -469,7 +473,7 @@ class Recovery:
             reason = "no parameter gets a gradient from the output" if args.max_steps else "0 steps"
             self.log(f"distillation is skipped: {reason}")
             return model
-        return self.train_weights(model, "distil", self.rate_factor(model))
+        return self.train_weights(model, "distil", self.rate_factor(model), self.load_model)
 
     def output_added(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """Return the added parameters with a gradient from the output."""
@@ -489,8 +493,15 @@ class Recovery:
         )
         return factor
 
-    def train_weights(self, model: Any, name: str, factor: float) -> Any:
-        """Distil a model, with its adapters or all its weights; return it with these merged."""
+    def train_weights(self, model: Any, name: str, factor: float, load: Callable[[], Any]) -> Any:
+        """Distil a model, with its adapters or all its weights; return it with these merged.
+
+        Args:
+            model: The model.
+            name: Name of the stage.
+            factor: Of the rates.
+            load: Returns another model of the same architecture.
+        """
         args = self.args
         prepared = self.prepare(model)
         rate = args.learning_rate or (1e-4 if args.train == "full" else 1e-3)
@@ -507,8 +518,7 @@ class Recovery:
             callbacks=self.callbacks(prepared),
         )
         self.train(trainer, name)
-        rebuild = self.load_model
-        trained = self.gathered(trainer, lambda: self.prepare(rebuild()))
+        trained = self.gathered(trainer, lambda: self.prepare(load()))
         if args.train != "lora" or self.is_narrow:
             return trained
         return trained.merge_and_unload()

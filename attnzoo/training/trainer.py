@@ -11,7 +11,7 @@ import copy
 import json
 import math
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader, SequentialSampler, Subset
-from transformers import PrinterCallback, ProgressCallback, Trainer
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from attnzoo.errors import AttnzooError, ConfigError
@@ -46,6 +46,18 @@ STATE = "trainer_state.json"  # the file that Trainer writes last into a checkpo
 
 class DivergenceError(AttnzooError):
     """A loss, a gradient or an output is NaN or infinite."""
+
+
+class _LoadedError(Exception):
+    """The last checkpoint of a finished stage is loaded."""
+
+
+class _StopWhenLoaded(TrainerCallback):  # type: ignore[misc]
+    """Stops a stage before its first step, with its weights loaded and sharded."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stop."""
+        raise _LoadedError
 
 
 class StageRows(Subset[Any]):
@@ -87,7 +99,7 @@ class StageTrainer(Trainer):
         kwargs: Further arguments of ``Trainer``.
 
     Raises:
-        ConfigError: ``cp_size`` does not divide the number of processes.
+        ConfigError: ``fsdp`` is given, but Accelerate ignores it.
     """
 
     def __init__(
@@ -198,22 +210,16 @@ class StageTrainer(Trainer):
             checkpoint = Path(resume_from_checkpoint)
         if checkpoint is not None and self.best is not None:
             self.best.load(checkpoint)
-        if checkpoint is not None and steps_of(checkpoint) >= self.args.max_steps:
-            self._load_finished(checkpoint)
-            return None
-        found = super().train(None if checkpoint is None else str(checkpoint), **kwargs)
+        if checkpoint is None or steps_of(checkpoint) < self.args.max_steps:
+            found = super().train(None if checkpoint is None else str(checkpoint), **kwargs)
+        else:  # Trainer would take one more step
+            found = None
+            self.add_callback(_StopWhenLoaded)
+            with suppress(_LoadedError):
+                super().train(str(checkpoint), **kwargs)
+            self.is_in_train = False
         self._finish()
         return found
-
-    def _load_finished(self, checkpoint: Path) -> None:
-        """Load the weights of a stage that is finished; ``Trainer`` would take one more step."""
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            self.model_wrapped = self.accelerator.prepare(self.model)
-            self.model = self.accelerator.unwrap_model(self.model_wrapped)
-            self._load_from_checkpoint(str(checkpoint), self.model_wrapped)
-        else:
-            self._load_from_checkpoint(str(checkpoint))
-        self._finish()
 
     def _finish(self) -> None:
         if self.best is not None:
@@ -293,9 +299,10 @@ class StageTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Write what is trained, while training; frozen weights are in the model's folder."""
-        if not self.is_in_train or self.is_fsdp_enabled or self.is_deepspeed_enabled:
+        if not self.is_in_train:
             super()._save(output_dir, state_dict)
-        elif self.args.should_save:
+        # shards are written with the optimizer; PEFT would save adapters without what is added
+        elif self.args.should_save and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             folder = Path(str(output_dir))
             folder.mkdir(parents=True, exist_ok=True)
             trained = {n for n, p in self.model.named_parameters() if p.requires_grad}
@@ -434,7 +441,7 @@ def context_mesh(accelerator: Any, cp_size: int) -> DeviceMesh | None:
     attention only.
 
     Raises:
-        ConfigError: The number of processes is not divisible by ``cp_size``.
+        ConfigError: Accelerate has a mesh of its own.
     """
     if cp_size == 1:
         return None
@@ -444,13 +451,7 @@ def context_mesh(accelerator: Any, cp_size: int) -> DeviceMesh | None:
             "Accelerate is launched with its own cp_size or sp_size, which supports torch's "
             "attention only; remove it there and give --cp-size alone"
         )
-    count = accelerator.num_processes
-    if count % cp_size:
-        raise ConfigError(
-            f"{count} processes do not divide into groups of cp_size={cp_size} that share rows; "
-            f"start a multiple of {cp_size}, such as torchrun --nproc-per-node {cp_size}"
-        )
-    shape, names = (count // cp_size, cp_size), ("dp_replicate", "cp")
+    shape, names = (accelerator.num_processes // cp_size, cp_size), ("dp_replicate", "cp")
     return init_device_mesh(accelerator.device.type, shape, mesh_dim_names=names)
 
 

@@ -1,4 +1,4 @@
-"""Training engines on CPUs, over gloo: as the launch configs of GPUs set them up.
+"""Training engines on CPUs, over gloo, as arguments of ``Trainer`` set them up on GPUs.
 
 Without GPUs, Accelerate joins processes with ``cpu=True`` only, which rules out FSDP and DeepSpeed.
 Here it is told that each process has a GPU, whose device is the CPU.
@@ -6,93 +6,81 @@ Here it is told that each process has a GPU, whose device is the CPU.
 
 import importlib
 import os
-import weakref
 from contextlib import contextmanager
-from pathlib import Path
 from unittest import mock
 
 import torch
-from accelerate import Accelerator
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
-from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from attnzoo.training import sharding
+from attnzoo.training.trainer import StageTrainer
 
-LAUNCH = Path(__file__).resolve().parents[2] / "integrations" / "accelerate" / "configs"
-PREFIXES = ("ACCELERATE_", "FSDP_")
 ENGINES = ("ddp", "fsdp2", "deepspeed_zero2", "deepspeed_zero3")
 
 
 @contextmanager
-def engine(name, **changes):
-    """Context in which runs train with a launch config, in float32 unless ``changes`` say so.
+def engine(name):
+    """Context in which recovery trains with the engine of :func:`engine_arguments`.
+
+    Each step checks that the model is what they say.
 
     Args:
-        name: Name of the launch config.
-        changes: Further environment variables.
-
-    Yields:
-        A list of the Accelerators and of references to the models of the stages.
+        name: One of :data:`ENGINES`.
     """
-    made = []
+    step = StageTrainer.training_step
 
-    def make(**options):
-        for state in (AcceleratorState, PartialState, GradientState):
-            state._reset_state()
-        accelerator = Accelerator(**{**options, "cpu": False})
-        prepare = accelerator.prepare
-
-        def record(*given):
-            prepared = prepare(*given)
-            made.append((accelerator, weakref.ref(prepared[0])))  # it keeps no weights
-            return prepared
-
-        accelerator.prepare = record
-        return accelerator
+    def checked_step(trainer, model, *given, **options):
+        require_engine(name, trainer.accelerator, model, trainer.state.global_step)
+        return step(trainer, model, *given, **options)
 
     def set_device(state):
         state.device = torch.device("cpu")
 
     environment = {
-        **launch_environment(name),
         "ACCELERATE_USE_CPU": "false",
         "ACCELERATE_MIXED_PRECISION": "no",
         "ACCELERATE_BYPASS_DEVICE_MAP": "true",  # DDP without the number of a GPU
         "DS_ACCELERATOR": "cpu",
-        **changes,
     }
-    gpus = lambda *_: ("gloo", DistributedType.MULTI_GPU)  # noqa: E731
+    gpus = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)  # noqa: E731
     if name.startswith("deepspeed"):
         communication = importlib.import_module("deepspeed.comm.torch")
         communication.build_shm_op = lambda: None  # a minute of compilation; gloo suffices
+    reset_state()
     with (
         mock.patch.dict(os.environ, environment),
         mock.patch.object(PartialState, "_prepare_backend", gpus),
         mock.patch.object(PartialState, "set_device", set_device),
-        mock.patch.object(sharding, "Accelerator", make),
+        mock.patch.object(StageTrainer, "training_step", checked_step),
     ):
-        yield made
+        yield
+    reset_state()
+
+
+def reset_state():
+    """Let Accelerate set its processes up anew."""
     for state in (AcceleratorState, PartialState, GradientState):
         state._reset_state()
 
 
-def launch_environment(name):
-    """Return the environment variables that ``accelerate launch`` sets for a launch config."""
-    arguments = ["--config_file", str(LAUNCH / f"{name}.yaml"), "-m", "attnzoo"]
-    arguments, config, _ = _validate_launch_command(launch_command_parser().parse_args(arguments))
-    arguments.main_process_port = 0
-    if name.startswith("deepspeed"):
-        arguments.deepspeed_fields_from_accelerate_config = ",".join(config.deepspeed_config)
-        found = prepare_deepspeed_cmd_env(arguments)[1]
-    else:
-        found = prepare_multi_gpu_env(arguments)
-    return {key: value for key, value in found.items() if key.startswith(PREFIXES)}
+def engine_arguments(name):
+    """Return the arguments of ``Trainer`` that select an engine."""
+    if name == "ddp":
+        return {}
+    if name == "fsdp2":
+        config = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+        return {"fsdp": "full_shard auto_wrap", "fsdp_config": config}
+    config = {
+        "zero_optimization": {"stage": int(name[-1])},
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+    }
+    return {"deepspeed": config}
 
 
 def require_engine(name, accelerator, model, steps):
@@ -111,7 +99,8 @@ def require_engine(name, accelerator, model, steps):
     elif name == "fsdp2":
         assert accelerator.is_fsdp2
         assert isinstance(model, FSDPModule), type(model)
-        assert all(isinstance(p, DTensor) for p in model.parameters())
+        whole = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
+        assert not whole, whole
         blocks = [m for m in model.modules() if isinstance(m, FSDPModule)]
         assert len(blocks) > 2  # the layers, and the rest
         assert local_share(p.to_local().numel() for p in trained) / full_size(trained) < 0.6

@@ -300,6 +300,7 @@ def test_invalid_arguments_are_refused(saved, text, spec, tmp_path):
         ({"attention_learning_rate": 1e-3, "train": "extras"}, "trains none of them"),
         ({"label_smoothing_factor": 0.1}, "cross_entropy is 0"),
         ({"max_length": 33, "cp_size": 2}, "make max_length a multiple"),
+        ({"cp_size": 2}, "do not divide into groups of cp_size=2"),
         ({"teacher_dtype": "bfloat16"}, "shares the frozen weights"),
         ({"dtype": "bfloat16", "train": "full"}, "small updates are lost"),
         ({"warmup_steps": 40, "max_steps": 30}, "'distil' has 30 steps, all of them warmup"),
