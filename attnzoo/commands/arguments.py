@@ -260,7 +260,7 @@ def _read_config(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     given, rest = parser.parse_known_args(argv)
     if given.config is None:
         return rest, {}
-    import yaml
+    import yaml  # type: ignore[import-untyped]
 
     path = recipe_path(given.config)
     try:
@@ -302,8 +302,9 @@ def _parser(command: str, classes: Sequence[type]) -> argparse.ArgumentParser:
     class Parser(_Parser, HfArgumentParser):
         pass
 
+    types: Any = [*classes]
     return Parser(
-        [*classes],
+        types,
         prog=command,
         allow_abbrev=False,
         add_help=False,

@@ -77,7 +77,7 @@ def evaluate(
 ) -> None:
     """Compare a swapped model with softmax and with its window alone, on text or on tasks."""
     from attnzoo.training.arguments import token_count
-    from attnzoo.training.evaluate import evaluate as evaluate_model
+    from attnzoo.training.evaluator import evaluate as evaluate_model
 
     options = {
         "limit": limit,

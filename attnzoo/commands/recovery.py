@@ -268,7 +268,7 @@ def recover(context: typer.Context) -> None:
     if swap.plan is not None:
         spec, weights, calibrate = read_plan(Path(swap.plan))
     teacher = None if swap.teacher is None else model_folder(swap.teacher)
-    options = {"teacher": teacher, "weights": weights, "calibrate": calibrate}
+    options: dict[str, Any] = {"teacher": teacher, "weights": weights, "calibrate": calibrate}
     _run(partial(start, path, spec, swap.data_paths(), args, **options), args)
 
 

@@ -120,7 +120,7 @@ class RecoveryArguments(TrainingArguments):
             ConfigError: A value is invalid.
         """
         self.report_to = "none" if self.report_to is None else self.report_to
-        super().__post_init__()
+        super().__post_init__()  # type: ignore[no-untyped-call]
         self.remove_unused_columns = False  # position_ids separate documents
         self.label_names = ["labels"]
         self.logging_nan_inf_filter = False  # a loss that is not finite ends the run
@@ -265,7 +265,7 @@ class RecoveryArguments(TrainingArguments):
 
     def identity(self) -> dict[str, Any]:
         """Return the fields that change the result, as JSON data."""
-        given = {**self.to_dict()}
+        given: dict[str, Any] = self.to_dict()  # type: ignore[no-untyped-call]
         return {
             name: given[name]
             for name in given

@@ -73,10 +73,11 @@ def log_metrics(trainer: Any, metrics: dict[str, float]) -> None:
 def is_due(args: Any, state: Any) -> bool:
     """Return whether a stage is evaluated after this step: by ``eval_steps``, and at its end."""
     every = args.eval_steps * state.max_steps if args.eval_steps < 1 else args.eval_steps
-    return state.global_step % max(1, math.ceil(every)) == 0 or state.global_step == state.max_steps
+    at: int = state.global_step
+    return at % max(1, math.ceil(every)) == 0 or at == int(state.max_steps)
 
 
-class BestState(TrainerCallback):  # type: ignore[misc]
+class BestState(TrainerCallback):
     """Keeps the trained parameters of a stage at their best, by held-out rows.
 
     Step 0 is a candidate: a stage never returns a worse model than it received. Every process
@@ -189,10 +190,10 @@ class BestState(TrainerCallback):  # type: ignore[misc]
 def _local(x: Tensor) -> Tensor:
     """Return the part of a tensor that this process has."""
     part: Tensor = x.detach()
-    return part.to_local() if hasattr(part, "to_local") else part  # type: ignore[operator]
+    return part.to_local() if hasattr(part, "to_local") else part
 
 
-class LossProgress(ProgressCallback):  # type: ignore[misc]
+class LossProgress(ProgressCallback):
     """A bar with the last loss, in place of a line for every step."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
@@ -201,7 +202,7 @@ class LossProgress(ProgressCallback):  # type: ignore[misc]
             self.training_bar.set_postfix_str(f"loss {logs['loss']:.4f}")
 
 
-class HeadEntropy(TrainerCallback):  # type: ignore[misc]
+class HeadEntropy(TrainerCallback):
     """Logs the entropy of the attention weights in bits, by layer: a mean over heads and queries.
 
     Args:
@@ -295,7 +296,7 @@ def _record_entropy(
     return output._replace(weights=None)
 
 
-class WindowDropout(TrainerCallback):  # type: ignore[misc]
+class WindowDropout(TrainerCallback):
     """Decays the dropout of windows linearly to 0 over a stage.
 
     A hybrid otherwise learns to rely on its window only. Source: scheduled sliding-window dropout,

@@ -41,7 +41,7 @@ from attnzoo.training.arguments import RecoveryArguments
 from attnzoo.training.distil import Teacher, other_teacher, predictions
 from attnzoo.training.plan import weights_fingerprint
 from attnzoo.training.quality import CONTROL
-from attnzoo.training.recover import Log, Recovery
+from attnzoo.training.recovery import Log, Recovery
 from attnzoo.training.trainer import LogitDistillationTrainer, TransferTrainer
 
 TRANSFER_RATE = 3e-3

@@ -26,6 +26,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from attnzoo.errors import AttnzooError, ConfigError
+from attnzoo.hf.configs import read_field
 from attnzoo.hf.context_parallel import check_model, context_parallel
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.names import NAME
@@ -52,7 +53,7 @@ class _LoadedError(Exception):
     """The last checkpoint of a finished stage is loaded."""
 
 
-class _StopWhenLoaded(TrainerCallback):  # type: ignore[misc]
+class _StopWhenLoaded(TrainerCallback):
     """Stops a stage before its first step, with its weights loaded and sharded."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -102,6 +103,10 @@ class StageTrainer(Trainer):
         ConfigError: ``fsdp`` is given, but Accelerate ignores it.
     """
 
+    model: Any
+    args: Any
+    train_dataset: Any
+
     def __init__(
         self, model: Any, args: RecoveryArguments, *, best: BestState | None = None, **kwargs: Any
     ) -> None:
@@ -110,7 +115,7 @@ class StageTrainer(Trainer):
         if kwargs.get("eval_dataset") is None and args.eval_strategy != "no":
             args = copy.copy(args)
             args.eval_strategy = "no"
-        use_cache = getattr(model.config, "use_cache", None)
+        use_cache = read_field(model.config, "use_cache")
         super().__init__(model, args, **kwargs)
         if use_cache is not None:
             model.config.use_cache = use_cache  # Trainer changes what is saved
@@ -194,13 +199,19 @@ class StageTrainer(Trainer):
         """Return whether a parameter is not the original model's, by its name."""
         return f".{NAME}." in name
 
-    def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
+    def train(
+        self,
+        resume_from_checkpoint: Any = None,
+        trial: Any = None,
+        ignore_keys_for_eval: Any = None,
+    ) -> Any:
         """Train, and leave the model in its best state.
 
         Args:
             resume_from_checkpoint: ``True`` for the last whole checkpoint in ``args.output_dir``,
                 if there is one.
-            kwargs: As of ``Trainer``.
+            trial: As of ``Trainer``.
+            ignore_keys_for_eval: As of ``Trainer``.
         """
         folder = Path(str(self.args.output_dir))
         checkpoint = None
@@ -211,12 +222,14 @@ class StageTrainer(Trainer):
         if checkpoint is not None and self.best is not None:
             self.best.load(checkpoint)
         if checkpoint is None or steps_of(checkpoint) < self.args.max_steps:
-            found = super().train(None if checkpoint is None else str(checkpoint), **kwargs)
+            found = super().train(
+                None if checkpoint is None else str(checkpoint), trial, ignore_keys_for_eval
+            )
         else:  # Trainer would take one more step
             found = None
             self.add_callback(_StopWhenLoaded)
             with suppress(_LoadedError):
-                super().train(str(checkpoint), **kwargs)
+                super().train(str(checkpoint), trial, ignore_keys_for_eval)
             self.is_in_train = False
         self._finish()
         return found
@@ -244,7 +257,7 @@ class StageTrainer(Trainer):
         return loss
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        norm = super()._clip_grad_norm(model)
+        norm = super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
         if norm is not None and self.accelerator.scaler is None:
             self._require_finite(norm, "norm of the gradient")
         return norm
@@ -270,7 +283,7 @@ class StageTrainer(Trainer):
             return SequentialSampler(self.train_dataset)
         return super()._get_train_sampler(train_dataset)
 
-    def get_train_dataloader(self) -> DataLoader[Any]:
+    def get_train_dataloader(self) -> Any:
         """Return the batches, the same for all processes that split rows."""
         if self.mesh is None:
             return super().get_train_dataloader()
@@ -348,10 +361,15 @@ class TransferTrainer(StageTrainer):
     def _rate(self, name: str, *, in_attention: bool) -> float:
         return float(self.args.learning_rate)
 
-    def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
+    def train(
+        self,
+        resume_from_checkpoint: Any = None,
+        trial: Any = None,
+        ignore_keys_for_eval: Any = None,
+    ) -> Any:
         """Train inside of the hooks of :class:`~attnzoo.training.transfer.Transfer`."""
         with self.transfer:
-            return super().train(resume_from_checkpoint, **kwargs)
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def stage_loss(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         """Return the mean loss of the layers."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from attnzoo.evaluation import generation
 from attnzoo.evaluation.equal_memory import EqualWindow
-from attnzoo.training import evaluate, lengths, recover, results
+from attnzoo.training import evaluator, lengths, recovery, results
 from attnzoo.training.arguments import RecoveryArguments
 
 STEPS = {
@@ -26,9 +26,9 @@ def shorten_runs(patch: Callable[[object, str, Any], None]) -> None:
         patch: Sets an attribute: ``setattr``, or that of a ``MonkeyPatch``.
     """
     windows = EqualWindow(length=16, windows={0: 2, 1: 2}, swap_bytes=1, exact_bytes=8)
-    patch(recover, "JUDGED", 4)
-    patch(recover, "CLOSE", 0.0)  # swaps of models with random weights start close to softmax
-    patch(evaluate, "ROWS", 2)
+    patch(recovery, "JUDGED", 4)
+    patch(recovery, "CLOSE", 0.0)  # swaps of models with random weights start close to softmax
+    patch(evaluator, "ROWS", 2)
     patch(lengths, "equal_window", lambda path, spec, length: windows)
     patch(results, "LENGTHS", (16,))
     patch(generation, "NEW_TOKENS", 8)

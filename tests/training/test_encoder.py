@@ -11,7 +11,7 @@ import attnzoo
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.embeddings import EmbeddingSimilarity, Texts, embeddings
 from attnzoo.evaluation.models import embedded_model_path
-from attnzoo.training import evaluate
+from attnzoo.training import evaluator
 from attnzoo.training.data import DataError, RowOptions, load_documents, split_documents
 from attnzoo.training.encoder import is_encoder, tokenize_texts, verdict
 from attnzoo.training.recover import recover
@@ -83,7 +83,7 @@ def test_frozen_weights_in_bfloat16_are_no_part_of_the_result(encoder, lines, tm
 
 def test_texts_of_a_command_are_as_alone(encoder, lines, attnzoo_command, tmp_path, monkeypatch):
     """Short texts of JSON lines, padded beside longer ones, against each text without padding."""
-    monkeypatch.setattr(evaluate, "ROWS", 32)
+    monkeypatch.setattr(evaluator, "ROWS", 32)
     out, swap = tmp_path / "out", {"feature_map": "hedgehog", "window": 2}
     given = ["--attention", "linear:feature_map=hedgehog,window=2"]
     steps = ["--transfer-steps", "1", "--max-steps", "1", "--max-length", "32"]
@@ -125,7 +125,7 @@ def test_trained_weights_and_results(encoder, lines, tmp_path, train):
 
 
 def test_recovery_raises_the_cosine(encoder, lines, tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluate, "ROWS", 8)
+    monkeypatch.setattr(evaluator, "ROWS", 8)
     results = recover(
         encoder,
         SPEC,

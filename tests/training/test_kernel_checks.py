@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import attnzoo
-from attnzoo.training import evaluate as evaluation
-from attnzoo.training import recover as recovery
-from attnzoo.training.evaluate import evaluate
+from attnzoo.training import evaluator as evaluation
+from attnzoo.training import recovery
+from attnzoo.training.evaluator import evaluate
 from attnzoo.training.recover import recover
 from tests.training.conftest import tiny_llama
 from tests.training.short_runs import arguments

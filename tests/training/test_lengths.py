@@ -7,8 +7,8 @@ import torch
 
 from attnzoo.evaluation.equal_memory import EqualWindow
 from attnzoo.evaluation.rows import Rows
-from attnzoo.training import evaluate as evaluation
-from attnzoo.training.evaluate import evaluate
+from attnzoo.training import evaluator as evaluation
+from attnzoo.training.evaluator import evaluate
 from attnzoo.training.lengths import equal_sentence, make_long_batches
 from attnzoo.training.recover import recover
 from attnzoo.training.report import card, longer_tables

@@ -22,11 +22,11 @@ from attnzoo.evaluation.generation import Needles, make_generation_batch
 from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.evaluation.recall import make_recall_batch
 from attnzoo.evaluation.rows import Rows, pack_documents, predictions, separates_documents
-from attnzoo.training import evaluate as evaluation
-from attnzoo.training import recover as recovery
+from attnzoo.training import evaluator as evaluation
+from attnzoo.training import recovery
 from attnzoo.training.data import RowOptions, load_documents, load_rows, split_documents
 from attnzoo.training.eval_rows import rows_to_eval_batch, select_rows
-from attnzoo.training.evaluate import evaluate
+from attnzoo.training.evaluator import evaluate
 from attnzoo.training.plan import make_plan
 from attnzoo.training.quality import evaluate_rows
 from attnzoo.training.verdict import verdict

@@ -14,7 +14,7 @@ from attnzoo.hf.stock.layer_windows import layer_windows
 from attnzoo.hf.stock.recurrent import recurrent_layers
 from attnzoo.training import student as module
 from attnzoo.training.distil import model_inputs
-from attnzoo.training.evaluate import Evaluator
+from attnzoo.training.evaluator import Evaluator
 from attnzoo.training.recover import recover
 from attnzoo.training.results import RunError
 from attnzoo.training.student import StudentRecovery, StudentTransfer, equal_window
