@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.data import load_tokenizer
-from attnzoo.evaluation.models import require_causal
+from attnzoo.evaluation.models import max_positions, require_causal
 from attnzoo.evaluation.rows import Rows
 from attnzoo.hf.adapters.lora import require_peft
 from attnzoo.hf.configs import read_field, set_dropout
@@ -63,7 +63,33 @@ def split_rows(
         )
         for texts in split_documents(documents)
     )
+    _check_positions(path, (train, held_out), config.row_length)
     return train, held_out
+
+
+def _check_positions(path: Path, found: Sequence[Any], row_length: int) -> None:
+    """Raise an error if a document of a row is longer than the model's positions.
+
+    Args:
+        path: Folder of the model.
+        found: :class:`~attnzoo.evaluation.rows.Rows`, or texts of an encoder.
+        row_length: Tokens of a row at most.
+
+    Raises:
+        DataError: A document is longer.
+    """
+    limit = max_positions(path)
+    if limit is None or row_length <= limit:
+        return
+    longest = max(
+        1 + int(x.positions.max()) if isinstance(x, Rows) else x.tokens.shape[1] for x in found
+    )
+    if longest > limit:
+        raise DataError(
+            f"rows of {row_length:,} tokens hold a document of {longest:,}, and the model has "
+            f"{limit:,} positions; give --length {limit} or less, or add positions with "
+            "attnzoo.extend_positions"
+        )
 
 
 def load_rows(path: Path, data: list[Path], column: str, config: TrainConfig) -> tuple[Rows, Rows]:
