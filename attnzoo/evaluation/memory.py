@@ -35,6 +35,7 @@ from attnzoo.hf.adapters.lora import with_adapters
 from attnzoo.hf.configs import has_field, read_field
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.names import NAME
+from attnzoo.hf.pretrained import explain_load_errors
 from attnzoo.hf.saving.dtype import dtype_name, saved_dtype
 from attnzoo.hf.saving.files import model_class, read_config
 from attnzoo.hf.seam import cache_argument
@@ -239,7 +240,8 @@ def build_model(case: MemoryCase) -> PreTrainedModel:
         config.attnzoo = case.spec
     if read_field(config, NAME) is not None:
         options["attn_implementation"] = NAME
-    model: PreTrainedModel = cls._from_config(config, **options)
+    with explain_load_errors(path):
+        model: PreTrainedModel = cls._from_config(config, **options)
     if case.train == "lora":
         task = "CAUSAL_LM" if model.can_generate() else "FEATURE_EXTRACTION"
         model = with_adapters(model, LORA_RANK, task).base_model.model
@@ -345,34 +347,27 @@ def _backward(
 ) -> Allocation:
     """Return what a forward pass keeps, and the peaks of forward + backward."""
     parts: list[Tensor] = []  # of gradients that are divided
-    kept: list[int] = []
 
     def reset() -> None:
         parts.clear()
         model.zero_grad(set_to_none=True)
 
-    if not isinstance(meter, AllocationTracker):
-        saved = meter(forward, reset).kept
-        return meter(lambda: forward().backward(), reset)._replace(kept=saved)
+    kept = meter(forward, reset).kept
+    handles = []
+    if isinstance(meter, AllocationTracker):
 
-    def step() -> None:
-        before = meter.current
-        loss = forward()
-        kept.append(meter.current - before)
-        loss.backward()
+        def with_gradient(x: Tensor) -> None:
+            meter.mark()
+            if "gradients" in case.divided:
+                parts.append(torch.empty(-(-x.numel() // case.gpus), dtype=x.dtype))
+                x.grad = None
 
-    def with_gradient(x: Tensor) -> None:
-        meter.mark()
-        if "gradients" in case.divided:
-            parts.append(torch.empty(-(-x.numel() // case.gpus), dtype=x.dtype))
-            x.grad = None
-
-    trained = (x for x in model.parameters() if x.requires_grad)
-    handles = [x.register_post_accumulate_grad_hook(with_gradient) for x in trained]
-    found = meter(step, reset)
+        trained = (x for x in model.parameters() if x.requires_grad)
+        handles = [x.register_post_accumulate_grad_hook(with_gradient) for x in trained]
+    found = meter(lambda: forward().backward(), reset)
     for handle in handles:
         handle.remove()
-    return found._replace(kept=kept[-1])
+    return found._replace(kept=kept)
 
 
 def optimizer_bytes(model: nn.Module, trained: Iterable[Tensor], optimizer: str) -> tuple[int, int]:
@@ -573,11 +568,6 @@ def estimate_memory(
     )
 
 
-CAPTION = (
-    "Training, prompt and decoding are peaks, weights included; checkpointed: with gradient "
-    "checkpointing. Tensors on a CPU: without the process itself, and on a GPU without kernels' "
-    "own buffers."
-)
 COLUMNS = {name: name for name in ("parameters", "gradients", "optimizer", "activations")} | {
     "activations_checkpointed": "checkpointed",
     "training": "training",
@@ -589,11 +579,21 @@ COLUMNS = {name: name for name in ("parameters", "gradients", "optimizer", "acti
 
 
 def memory_table(rows: Sequence[Mapping[str, Any]], title: str = "") -> Table:
-    """Return the memory of every attention: ``computed`` of rows that have it, as plain data."""
+    """Return the memory of every attention.
+
+    Args:
+        rows: With ``attention`` and ``computed``, the plain data of a ``MemoryUse``; rows without
+            it are left out.
+        title: Title of the table.
+    """
     body = [
         [row["attention"], *(format_bytes(row["computed"][key]) for key in COLUMNS)]
         for row in rows
         if row.get("computed")
     ]
-    columns = ["attention", *COLUMNS.values()]
-    return Table(columns=columns, rows=body, title=title, caption=CAPTION)
+    caption = (
+        "Training, prompt and decoding are peaks, weights included; checkpointed: with gradient "
+        "checkpointing. Tensors on a CPU: without the process itself, and on a GPU without "
+        "kernels' own buffers."
+    )
+    return Table(columns=["attention", *COLUMNS.values()], rows=body, title=title, caption=caption)

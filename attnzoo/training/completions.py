@@ -12,8 +12,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from jinja2 import TemplateError
 
+from attnzoo.errors import short_repr
 from attnzoo.evaluation.rows import IGNORE_INDEX, Rows
+from attnzoo.hf.pretrained import UNREADABLE
 from attnzoo.training.data import check_vocabulary
 from attnzoo.training.documents import DataError
 
@@ -148,11 +151,14 @@ def render(example: dict[str, Any], tokenizer: Any) -> tuple[str, list[tuple[str
         ends = [(len(example["prompt"]), len(messages))]
 
     def template(count: int, prompt: bool) -> str:
-        return str(
-            tokenizer.apply_chat_template(
-                messages[:count], tokenize=False, add_generation_prompt=prompt
-            )
-        )
+        options = {"tokenize": False, "add_generation_prompt": prompt}
+        try:
+            return str(tokenizer.apply_chat_template(messages[:count], **options))
+        except (TemplateError, *UNREADABLE) as error:
+            raise DataError(
+                f"The tokenizer's chat template cannot write the messages "
+                f"{short_repr(messages[:count])}: {type(error).__name__}: {error}"
+            ) from error
 
     text = template(len(messages), False)
     spans = [(template(first, True), template(last, False)) for first, last in ends]

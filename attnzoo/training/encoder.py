@@ -14,6 +14,7 @@ from attnzoo.errors import SpecError
 from attnzoo.evaluation.embeddings import EmbeddingSimilarity, Texts, embeddings, similarity
 from attnzoo.evaluation.margins import mean_of, paired
 from attnzoo.hf.layers import attention_layers
+from attnzoo.hf.pretrained import explain_load_errors
 from attnzoo.hf.saving.files import model_class, read_config
 from attnzoo.hf.swap.convert import original_attention
 from attnzoo.training.data import check_vocabulary
@@ -34,7 +35,7 @@ def is_encoder(path: Path) -> bool:
     config = read_config(path)
     # some models that were saved without a head are causal in their language model class
     causal_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    with torch.device("meta"):
+    with torch.device("meta"), explain_load_errors(path):
         model = (causal_class or model_class(config, path))(config)
     causal = {layer.geometry.causal for layer in attention_layers(model)}
     if len(causal) != 1:
