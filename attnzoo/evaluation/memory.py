@@ -347,27 +347,34 @@ def _backward(
 ) -> Allocation:
     """Return what a forward pass keeps, and the peaks of forward + backward."""
     parts: list[Tensor] = []  # of gradients that are divided
+    kept: list[int] = []
 
     def reset() -> None:
         parts.clear()
         model.zero_grad(set_to_none=True)
 
-    kept = meter(forward, reset).kept
-    handles = []
-    if isinstance(meter, AllocationTracker):
+    if not isinstance(meter, AllocationTracker):
+        saved = meter(forward, reset).kept
+        return meter(lambda: forward().backward(), reset)._replace(kept=saved)
 
-        def with_gradient(x: Tensor) -> None:
-            meter.mark()
-            if "gradients" in case.divided:
-                parts.append(torch.empty(-(-x.numel() // case.gpus), dtype=x.dtype))
-                x.grad = None
+    def step() -> None:
+        before = meter.current
+        loss = forward()
+        kept.append(meter.current - before)
+        loss.backward()
 
-        trained = (x for x in model.parameters() if x.requires_grad)
-        handles = [x.register_post_accumulate_grad_hook(with_gradient) for x in trained]
-    found = meter(lambda: forward().backward(), reset)
+    def with_gradient(x: Tensor) -> None:
+        meter.mark()
+        if "gradients" in case.divided:
+            parts.append(torch.empty(-(-x.numel() // case.gpus), dtype=x.dtype))
+            x.grad = None
+
+    trained = (x for x in model.parameters() if x.requires_grad)
+    handles = [x.register_post_accumulate_grad_hook(with_gradient) for x in trained]
+    found = meter(step, reset)
     for handle in handles:
         handle.remove()
-    return found._replace(kept=kept)
+    return found._replace(kept=kept[-1])
 
 
 def optimizer_bytes(model: nn.Module, trained: Iterable[Tensor], optimizer: str) -> tuple[int, int]:
@@ -568,6 +575,11 @@ def estimate_memory(
     )
 
 
+CAPTION = (
+    "Training, prompt and decoding are peaks, weights included; checkpointed: with gradient "
+    "checkpointing. Tensors on a CPU: without the process itself, and on a GPU without kernels' "
+    "own buffers."
+)
 COLUMNS = {name: name for name in ("parameters", "gradients", "optimizer", "activations")} | {
     "activations_checkpointed": "checkpointed",
     "training": "training",
@@ -579,21 +591,11 @@ COLUMNS = {name: name for name in ("parameters", "gradients", "optimizer", "acti
 
 
 def memory_table(rows: Sequence[Mapping[str, Any]], title: str = "") -> Table:
-    """Return the memory of every attention.
-
-    Args:
-        rows: With ``attention`` and ``computed``, the plain data of a ``MemoryUse``; rows without
-            it are left out.
-        title: Title of the table.
-    """
+    """Return the memory of every attention: ``computed`` of rows that have it, as plain data."""
     body = [
         [row["attention"], *(format_bytes(row["computed"][key]) for key in COLUMNS)]
         for row in rows
         if row.get("computed")
     ]
-    caption = (
-        "Training, prompt and decoding are peaks, weights included; checkpointed: with gradient "
-        "checkpointing. Tensors on a CPU: without the process itself, and on a GPU without "
-        "kernels' own buffers."
-    )
-    return Table(columns=["attention", *COLUMNS.values()], rows=body, title=title, caption=caption)
+    columns = ["attention", *COLUMNS.values()]
+    return Table(columns=columns, rows=body, title=title, caption=CAPTION)

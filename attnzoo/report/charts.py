@@ -186,7 +186,6 @@ def matrix_chart(
     limits: tuple[float, float] | None = None,
     colormap: str = "viridis",
     color_label: str | None = None,
-    cell_text: Sequence[Sequence[str]] | None = None,
 ) -> Any:
     """Draw a matrix, its first row at the top.
 
@@ -197,13 +196,11 @@ def matrix_chart(
         limits: Values of the first and the last colour.
         colormap: Of matplotlib.
         color_label: Label of the colour bar; no colour bar when ``None``.
-        cell_text: Text of each cell.
     """
     import matplotlib as mpl
 
     with mpl.rc_context(_SETTINGS):
-        height = 0.9 + BAR_ROW * len(values) if cell_text is not None else WIDTH * 0.8
-        figure, axes = _new_figure(legend=[], height=height)
+        figure, axes = _new_figure(legend=[], height=WIDTH * 0.8)
         low, high = limits or (None, None)
         image = axes.imshow(
             [list(row) for row in values],
@@ -218,10 +215,6 @@ def matrix_chart(
             figure.colorbar(image, ax=axes, label=color_label)
         for axis, own in (("x", x), ("y", y)):
             _set_axis(axes, axis, own)
-        for i, texts in enumerate(cell_text or ()):
-            for j, text in enumerate(texts):
-                color = _contrast(image.cmap(image.norm(values[i][j])))
-                axes.text(j, i, text, ha="center", va="center", color=color)
     return figure
 
 
@@ -289,11 +282,6 @@ def _add_legend(figure: Any, handles: Sequence[Any]) -> None:
         legend.remove()
         figure.legend(handles, labels, loc="outside lower center", ncols=1)
         figure.set_figheight(figure.get_figheight() + LEGEND_ROW * (len(labels) // 2))
-
-
-def _contrast(rgba: tuple[float, float, float, float]) -> str:
-    red, green, blue, _ = rgba
-    return "black" if 0.3 * red + 0.6 * green + 0.1 * blue > 0.5 else "white"
 
 
 # -- output --------------------------------------------------------------------------------------
