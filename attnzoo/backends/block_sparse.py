@@ -6,7 +6,7 @@ Other letters: N key blocks, I indexer heads, P size of index queries and keys.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -64,6 +64,12 @@ class BlockSparseConfig(BackendConfig):
     """
 
     ops: ClassVar[tuple[str, ...]] = ("block_sparse_attention", "block_sparse_step")
+    largest: ClassVar[Mapping[str, int]] = {
+        **BackendConfig.largest,
+        "block_size": 2**12,  # the last block is padded
+        "index_heads": 2**10,
+        "index_head_dim": 2**10,
+    }
     window: int = 32
     num_sinks: int = 4
     top_k: int = 12

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -64,6 +65,7 @@ class DeltaConfig(RecurrentConfig, FeatureMapConfig):
     """
 
     ops: ClassVar[tuple[str, ...]] = ("delta_attention", "delta_step")
+    largest: ClassVar[Mapping[str, int]] = {"short_convolution": 2**10}  # a weight per channel
 
     feature_map: str = "identity"
     gate: str = "scalar"

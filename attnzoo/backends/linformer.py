@@ -26,6 +26,7 @@ from attnzoo.ops.linformer.api import (
 
 ROWS = 256  # k of the paper, where Linformer matches softmax at 512 and 1024 tokens
 TOKENS_PER_ROW = 8  # of a finished block
+MAX_WEIGHTS = 2**28  # of a head's projection, 1 GiB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,14 @@ class LinformerConfig(BackendConfig):
                     f"LinformerConfig.{name} must be at least 1 {unit}, got {value}; "
                     "leave it out for the default"
                 )
+        tokens = max(self.max_length or 0, self.block or 0)
+        rows = self.num_rows or max(ROWS, (self.block or 0) // TOKENS_PER_ROW)
+        if rows * tokens > MAX_WEIGHTS:
+            raise ConfigError(
+                f"LinformerConfig: num_rows times max_length or block must be at most "
+                f"{MAX_WEIGHTS:,} weights, got {rows:,} times {tokens:,}; give fewer rows, or a "
+                "smaller block"
+            )
 
 
 class _Owner:

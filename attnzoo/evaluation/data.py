@@ -149,7 +149,7 @@ def load_tokenizer(path: Path) -> Any:
         return load_pretrained(AutoTokenizer, path)
     except UnsupportedError:
         raise
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise SpecError(
             f"The tokenizer in {str(path)!r} cannot be loaded ({reason}); save the model's "

@@ -26,6 +26,7 @@ from attnzoo.hf.attention.call import layer_backend
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.names import NAME
+from attnzoo.hf.pretrained import build_model
 from attnzoo.hf.saving.dtype import saved_dtype
 from attnzoo.hf.saving.files import empty_model, model_class, read_config
 from attnzoo.hf.seam import cache_argument
@@ -219,8 +220,11 @@ def _build(
     if spec is not None:
         config.attnzoo = spec.to_dict()
     swapped = read_field(config, NAME) is not None
-    options = {"attn_implementation": NAME} if swapped else {}
-    model: PreTrainedModel = cls._from_config(config, dtype=dtype, **options)
+    # of the forms of a mixture of experts, one that takes fake tensors of every dtype
+    options = {"experts_implementation": "batched_mm"}
+    if swapped:
+        options["attn_implementation"] = NAME
+    model: PreTrainedModel = build_model(cls, config, dtype=dtype, **options)
     return model
 
 

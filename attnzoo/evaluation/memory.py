@@ -35,6 +35,7 @@ from attnzoo.hf.adapters.lora import with_adapters
 from attnzoo.hf.configs import has_field, read_field
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.names import NAME
+from attnzoo.hf.pretrained import explain_load_errors
 from attnzoo.hf.saving.dtype import dtype_name, saved_dtype
 from attnzoo.hf.saving.files import model_class, read_config
 from attnzoo.hf.seam import cache_argument
@@ -239,7 +240,8 @@ def build_model(case: MemoryCase) -> PreTrainedModel:
         config.attnzoo = case.spec
     if read_field(config, NAME) is not None:
         options["attn_implementation"] = NAME
-    model: PreTrainedModel = cls._from_config(config, **options)
+    with explain_load_errors(path):
+        model: PreTrainedModel = cls._from_config(config, **options)
     if case.train == "lora":
         task = "CAUSAL_LM" if model.can_generate() else "FEATURE_EXTRACTION"
         model = with_adapters(model, LORA_RANK, task).base_model.model

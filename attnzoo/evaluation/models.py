@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM
 from attnzoo.errors import SpecError
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.layers import attention_layers
+from attnzoo.hf.models.positions import table_positions
 from attnzoo.hf.names import NAME
 from attnzoo.hf.pretrained import build_model, load_pretrained
-from attnzoo.hf.saving.files import read_config
+from attnzoo.hf.saving.files import empty_model, read_config
 from attnzoo.spec import AttentionSpec
 
 EMBEDDED = "embedded"  # the command line's name of the model that ships with the package
@@ -83,7 +84,10 @@ def max_positions(path: Path) -> int | None:
     config: Any = read_config(path)
     rotary = any(read_field(config, name) for name in ("rope_parameters", "rope_theta"))
     limit = read_field(config, "max_position_embeddings")
-    return None if rotary or limit is None else int(limit)
+    if rotary or limit is None:
+        return None
+    rows = table_positions(empty_model(path)) if read_field(config, "architectures") else None
+    return rows or int(limit)
 
 
 def require_causal(path: Path, reason: str) -> None:

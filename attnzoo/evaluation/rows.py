@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from attnzoo.errors import UnsupportedError
+
 IGNORE_INDEX = -100  # the label of tokens without a loss, as in transformers
 FIRST, SECOND = 5, 4  # tokens of the two documents that show whether a model separates documents
 
@@ -243,18 +245,27 @@ def _alone(model: Any, rows: Rows) -> Tensor:
 
 
 def separates_documents(model: Any, rows: Rows) -> bool:
-    """Return whether a model separates documents of a row by their positions.
+    """Return whether a model predicts the documents of a row as if each were alone.
 
     In a short row of two documents, other tokens in the first must change no bit of the
-    predictions of the second.
+    predictions of the second. Of the rows, the documents of two must have the logits that they have
+    alone: some models read the place in the row (chunked attention), or the longest document of a
+    batch (rotary positions of type "longrope" or "dynamic").
 
     Args:
         model: A causal model in evaluation mode.
-        rows: Rows whose tokens are used.
+        rows: Rows whose tokens are used, on the model's device.
     """
     forward = getattr(model, "get_base_model", lambda: model)().forward
     if "position_ids" not in inspect.signature(forward).parameters:
         return False
+    try:
+        return _ignores_other_documents(model, rows) and _equals_documents_alone(model, rows)
+    except UnsupportedError:  # the model refuses rows of several documents
+        return False
+
+
+def _ignores_other_documents(model: Any, rows: Rows) -> bool:
     tokens = rows.tokens.flatten().long()
     one = tokens[: FIRST + SECOND]
     other = one.clone()
@@ -267,3 +278,18 @@ def separates_documents(model: Any, rows: Rows) -> bool:
         for x in (one, other)
     )
     return torch.equal(first, second)
+
+
+def _equals_documents_alone(model: Any, rows: Rows) -> bool:
+    """Compare the row with the longest document, and that with most documents."""
+    restarts = (rows.positions[:, 1:] == 0).sum(1)
+    chosen = {int(rows.positions.amax(1).argmax()), int(restarts.argmax())}
+    part = rows.select(sorted(chosen))
+    positions = part.positions.long()
+    together = model(part.tokens.long(), position_ids=positions, use_cache=False).logits
+    error = torch.finfo(together.dtype).eps ** 0.5 * together.abs().max()
+    for row, own in part.places():
+        alone = model(part.tokens[row, own].long()[None], use_cache=False).logits[0]
+        if not (together[row, own] - alone).abs().max() <= error:  # NaN too
+            return False
+    return True

@@ -13,7 +13,15 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
-from attnzoo.errors import SpecError, UnsupportedError, short_repr
+from huggingface_hub.errors import StrictDataclassError
+
+from attnzoo.errors import AttnzooError, SpecError, UnsupportedError, short_repr
+
+# What transformers, peft, tokenizers and torch raise while they read files with unexpected contents
+UNREADABLE = (
+    *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError, ImportError),
+    *(RuntimeError, EOFError, StrictDataclassError),  # and a RuntimeError of torch: no memory
+)
 
 
 def load_pretrained(cls: Any, path: str | Path, **options: Any) -> Any:
@@ -21,9 +29,10 @@ def load_pretrained(cls: Any, path: str | Path, **options: Any) -> Any:
 
     Raises:
         UnsupportedError: It needs code of the folder, or code that the folder names.
-        SpecError: Weights in pickle's format hold more than tensors.
+        SpecError: A file in the folder cannot be read, or weights in pickle's format hold more than
+            tensors.
     """
-    with _refuse_code(path):
+    with explain_load_errors(path):
         return cls.from_pretrained(path, trust_remote_code=False, **options)
 
 
@@ -37,28 +46,35 @@ def build_model(cls: Any, config: Any, **options: Any) -> Any:
 
     Raises:
         UnsupportedError: The config names a class in a folder's code.
+        SpecError: The class cannot be built from the config.
     """
-    if not hasattr(cls, "from_config"):
-        return cls._from_config(config, **options)
-    with _refuse_code(config.name_or_path):
+    with explain_load_errors(config.name_or_path):
+        if not hasattr(cls, "from_config"):
+            return cls._from_config(config, **options)
         return cls.from_config(config, trust_remote_code=False, **options)
 
 
 @contextmanager
-def _refuse_code(path: str | Path) -> Iterator[None]:
-    """Context in which errors about a folder's code say what to do instead."""
+def explain_load_errors(path: str | Path) -> Iterator[None]:
+    """Context in which errors about what a folder holds say what to do instead."""
+    name = short_repr(str(path))
     try:
         yield
-    except ValueError as error:
-        if "trust_remote_code" not in str(error):
-            raise
-        raise UnsupportedError(
-            f"{short_repr(str(path))} needs Python code of its folder, or of a repository that it "
-            "names (auto_map), and attnzoo runs none. If you trust that code, load the model in "
-            "Python with trust_remote_code=True, and swap it there: attnzoo.swap(model, ...)"
-        ) from None
+    except AttnzooError:
+        raise
     except UnpicklingError as error:
         raise SpecError(
-            f"The weights in {short_repr(str(path))} are a pickle that holds more than tensors, "
-            "which could run code, so they are not read; save them as safetensors"
+            f"The weights in {name} are a pickle that holds more than tensors, which could run "
+            "code, so they are not read; save them as safetensors"
+        ) from error
+    except UNREADABLE as error:
+        if "trust_remote_code" in str(error):
+            raise UnsupportedError(
+                f"{name} needs Python code of its folder, or of a repository that it names "
+                "(auto_map), and attnzoo runs none. If you trust that code, load the model in "
+                "Python with trust_remote_code=True, and swap it there: attnzoo.swap(model, ...)"
+            ) from None
+        raise SpecError(
+            f"{name} cannot be loaded: {type(error).__name__}: {str(error).strip()}. A file in the "
+            "folder is damaged, or needs another version of transformers"
         ) from error

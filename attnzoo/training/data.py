@@ -21,6 +21,7 @@ import torch
 from attnzoo.errors import AttnzooError, SpecError
 from attnzoo.evaluation.corpus import MIN_REPEAT_LENGTH, add_repeats
 from attnzoo.evaluation.data import load_tokenizer
+from attnzoo.evaluation.models import max_positions
 from attnzoo.evaluation.rows import IGNORE_INDEX, Rows, pack_documents
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.saving.files import read_config
@@ -78,6 +79,7 @@ def load_rows(path: Path, data: Sequence[Path | str], args: Any) -> tuple[Rows, 
     train, held_out = (make(part, tokenizer, args.max_length) for part in halves)
     for rows in (train, held_out):
         check_vocabulary(int(rows.tokens.max()), vocab_size)
+    check_positions(path, (train, held_out), args.max_length)
     if args.completion_only_loss:
         return train, held_out
     share = 0.25 if args.repeat_share is None else args.repeat_share
@@ -247,6 +249,31 @@ def split_documents(documents: datasets.Dataset) -> tuple[datasets.Dataset, data
     least = sorted(digests)[max(1, len(digests) // HELD_OUT) - 1]
     held_out = np.array([digest <= least for digest in digests])
     return documents.select(np.flatnonzero(~held_out)), documents.select(np.flatnonzero(held_out))
+
+
+def check_positions(path: Path, found: Sequence[Any], length: int) -> None:
+    """Raise an error if a document of a row is longer than the model's positions.
+
+    Args:
+        path: Folder of the model.
+        found: :class:`~attnzoo.evaluation.rows.Rows`, or texts of an encoder.
+        length: Tokens of a row at most.
+
+    Raises:
+        DataError: A document is longer.
+    """
+    limit = max_positions(path)
+    if limit is None or length <= limit:
+        return
+    longest = max(
+        1 + int(x.positions.max()) if isinstance(x, Rows) else x.tokens.shape[1] for x in found
+    )
+    if longest > limit:
+        raise DataError(
+            f"rows of {length:,} tokens hold a document of {longest:,}, and the model has "
+            f"{limit:,} positions; give rows of {limit} tokens or less (--max-length), or add "
+            "positions with attnzoo.extend_positions"
+        )
 
 
 def check_vocabulary(token: int, vocab_size: int) -> None:

@@ -14,13 +14,14 @@ from attnzoo.errors import SpecError
 from attnzoo.evaluation.data import load_tokenizer
 from attnzoo.evaluation.embeddings import EmbeddingSimilarity, Texts
 from attnzoo.evaluation.margins import mean_of, paired
-from attnzoo.evaluation.models import max_positions
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.layers import attention_layers
+from attnzoo.hf.pretrained import explain_load_errors
 from attnzoo.hf.saving.files import model_class, read_config
 from attnzoo.training.data import (
     DataError,
     RowOptions,
+    check_positions,
     check_vocabulary,
     load_documents,
     split_documents,
@@ -39,7 +40,7 @@ def is_encoder(path: Path) -> bool:
     config = read_config(path)
     # some models that were saved without a head are causal in their language model class
     causal_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    with torch.device("meta"):
+    with torch.device("meta"), explain_load_errors(path):
         model = (causal_class or model_class(config, path))(config)
     causal = {layer.geometry.causal for layer in attention_layers(model)}
     if len(causal) != 1:
@@ -117,12 +118,6 @@ def load_texts(path: Path, data: Sequence[Path | str], args: Any) -> tuple[Texts
     Raises:
         DataError: The data cannot be read, or ``max_length`` is more than the encoder's positions.
     """
-    limit = max_positions(path)
-    if limit is not None and args.max_length > limit:
-        raise DataError(
-            f"Texts of {args.max_length} tokens are longer than the {limit} positions of the "
-            "encoder; give a smaller --max-length"
-        )
     vocab_size = read_field(read_config(path).get_text_config(), "vocab_size")
     tokenizer = load_tokenizer(path)
     options = RowOptions(dataset_text_field=args.dataset_text_field, max_tokens=args.max_tokens)
@@ -131,4 +126,5 @@ def load_texts(path: Path, data: Sequence[Path | str], args: Any) -> tuple[Texts
         tokenize_texts(part["text"], tokenizer, row_length=args.max_length, vocab_size=vocab_size)
         for part in split_documents(documents)
     )
+    check_positions(path, (train, held_out), args.max_length)
     return train, held_out

@@ -156,3 +156,28 @@ def test_the_reach_of_a_dilated_window_has_a_bound():
     for window, dilation in ((4096, 4096), (2**24, 2**24), ([3, 2**19], [9, 3]), (7, [1, 2**18])):
         with pytest.raises(ConfigError, match=r"window times dilation must be at most 1048576"):
             AttentionSpec("longformer", window=window, dilation=dilation)
+
+
+INDEXER = {"score": "indexer"}
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "message"),
+    [
+        ("delta", {"short_convolution": 2**10 + 1}, "short_convolution must be at most 1024"),
+        ("block_sparse", {"block_size": 2**12 + 1}, "block_size must be at most 4096"),
+        ("block_sparse", {**INDEXER, "index_heads": 2**11}, "index_heads must be at most 1024"),
+        (
+            "block_sparse",
+            {**INDEXER, "index_head_dim": 2**11},
+            "index_head_dim must be at most 1024",
+        ),
+        ("linformer", {"block": 2**16}, "got 8,192 times 65,536"),
+        ("linformer", {"num_rows": 2**12, "max_length": 2**16 + 1}, "got 4,096 times 65,537"),
+    ],
+)
+def test_weights_and_padding_have_a_bound(backend, options, message):
+    half = {name: x // 2 if isinstance(x, int) else x for name, x in options.items()}
+    AttentionSpec(backend, **half)
+    with pytest.raises(ConfigError, match=message):
+        AttentionSpec(backend, **options)

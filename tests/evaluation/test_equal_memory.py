@@ -134,14 +134,17 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_all_layers_count(tmp_path, family):
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [*((x, torch.bfloat16) for x in FAMILIES), ("mixtral", torch.float32), ("mixtral", torch.half)],
+)
+def test_all_layers_count(tmp_path, family, dtype):
     """Convolutions, windows of stock layers, layers with experts; beyond the positions, too."""
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     sizes = {} if family == "gpt2" else sizes
     config = hf.AutoConfig.for_model(family, **(sizes | FAMILIES[family]))
-    save(tmp_path, torch.bfloat16, config)
+    save(tmp_path, dtype, config)
     for spec in (None, AttentionSpec("flash", window=17)):
         found = saved_cache_bytes(tmp_path, spec, 60)
         assert sum(found.values()) == allocated(tmp_path, spec, 60)

@@ -1,6 +1,7 @@
 """Names in a config.json, which may come from anywhere, import nothing and call nothing."""
 
 import json
+import shutil
 import sys
 import textwrap
 
@@ -11,9 +12,12 @@ import transformers as hf
 import attnzoo
 from attnzoo.backends.feature_maps import base as feature_maps
 from attnzoo.backends.feature_maps import config as feature_map_config
-from attnzoo.errors import ConfigError, SpecError
-from attnzoo.hf.saving.files import empty_model
+from attnzoo.errors import AttnzooError, ConfigError, SpecError
+from attnzoo.evaluation.models import embedded_model_path
+from attnzoo.hf.saving.files import empty_model, swap_files
+from attnzoo.training.loading import load_rows
 from attnzoo.training.plan import read_plan
+from attnzoo.training.train_config import TrainConfig
 
 SCRIPT = """
 import sys
@@ -108,3 +112,61 @@ def test_a_config_names_model_classes_only(llama, tmp_path, name):
     rewrite(tmp_path, architectures=[name])
     with pytest.raises(SpecError, match=f"does not name a model class .*{name}"):
         empty_model(tmp_path)
+
+
+DEEP = "[" * 99_000
+DAMAGED = {  # changes of config.json, or a file and its content; and the message
+    "layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 10,000, got"),
+    "no layers": ({"num_hidden_layers": -3}, "num_hidden_layers must be at least 0, got -3"),
+    "heads": ({"num_attention_heads": 0}, "config.json' cannot be read: "),
+    "rotary": ({"rope_parameters": {"rope_type": "x", "rope_theta": 9.0}}, "loaded: KeyError: 'x'"),
+    "kernel": ({"attn_implementation": "a/b:c"}, "names a kernel of the Hub, 'a/b:c', which is"),
+    "experts": ({"experts_implementation": "x"}, "cannot be loaded: ValueError: Specified"),
+}
+UNREADABLE = {
+    "vocabulary": ({"vocab_size": 10**12}, "cannot be loaded"),
+    "adapter": ("adapter_config.json", DEEP, "cannot be loaded: RecursionError"),
+    "rank": ("adapter_config.json", '{"peft_type": "LORA", "r": 10000000000000}', "cannot be lo"),
+    "tokenizer": ("tokenizer_config.json", DEEP, "tokenizer in .* cannot be loaded"),
+    "template": (
+        "tokenizer_config.json",
+        '{"tokenizer_class": "ByT5Tokenizer", "chat_template": "{{ messages.__class__.x }}"}',
+        "chat template cannot write the messages .*: SecurityError",
+    ),
+}
+
+
+def change(folder, changes, *content):
+    if content:
+        (folder / changes).write_text(*content)
+    else:
+        rewrite(folder, **changes)
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_configs_that_build_no_model_are_explained(llama, tmp_path, kind):
+    llama().save_pretrained(tmp_path)
+    *given, message = DAMAGED[kind]
+    change(tmp_path, *given)
+    with pytest.raises(AttnzooError, match=message):
+        empty_model(tmp_path)
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_folders_that_cannot_be_loaded_are_explained(llama, tmp_path, kind):
+    folder, data = tmp_path / "model", tmp_path / "data.jsonl"
+    shutil.copytree(embedded_model_path(), folder)
+    turns = [{"role": x, "content": "a few words"} for x in ("user", "assistant")]
+    data.write_text(
+        f"{json.dumps({'messages': turns})}\n" * 40 + json.dumps({"messages": turns[:2] * 2})
+    )
+    *given, message = UNREADABLE[kind]
+    change(folder, *given)
+    if kind in ("tokenizer", "template"):
+        config = TrainConfig(row_length=64, train_on="completions")
+        with pytest.raises(AttnzooError, match=message):
+            load_rows(folder, [data], "text", config)
+    else:
+        with pytest.raises(AttnzooError, match=message):
+            swap_files(folder, attnzoo.AttentionSpec("linear"), tmp_path / "out")
+        assert not (tmp_path / "out").exists()

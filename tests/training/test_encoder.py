@@ -193,7 +193,7 @@ def test_invalid_arguments_are_refused(encoder, lines, saved, tmp_path):
         recover(encoder, SPEC, [lines], config(out, top_k=4))
     with pytest.raises(ConfigError, match="hidden_states applies to predicted tokens"):
         recover(encoder, SPEC, [lines], config(out, hidden_states=1.0))
-    with pytest.raises(DataError, match="longer than the 32 positions of the encoder"):
+    with pytest.raises(DataError, match="a document of 33, and the model has 32 positions"):
         recover(encoder, SPEC, [lines], config(out, max_length=33))
     assert not out.exists()
     assert is_encoder(encoder)

@@ -6,6 +6,7 @@ The model has fewer positions than a row has tokens, so that rows read as one do
 import json
 import math
 import random
+import sys
 from dataclasses import replace
 
 import pytest
@@ -14,17 +15,25 @@ import transformers as hf
 from rich.console import Console
 
 import attnzoo
+from attnzoo.cli import main
 from attnzoo.compare.run import CompareConfig, Workers, compare
 from attnzoo.demo.run import run_demo
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.data import StringTokenizer, make_eval_batch, rows_with_repeats
 from attnzoo.evaluation.generation import Needles, make_generation_batch
-from attnzoo.evaluation.models import embedded_model_path
+from attnzoo.evaluation.models import embedded_model_path, max_positions
 from attnzoo.evaluation.recall import make_recall_batch
 from attnzoo.evaluation.rows import Rows, pack_documents, predictions, separates_documents
 from attnzoo.training import evaluator as evaluation
 from attnzoo.training import recovery
-from attnzoo.training.data import RowOptions, load_documents, load_rows, split_documents
+from attnzoo.training.data import (
+    DataError,
+    RowOptions,
+    load_documents,
+    load_rows,
+    split_documents,
+)
+from attnzoo.training.encoder import load_texts
 from attnzoo.training.eval_rows import rows_to_eval_batch, select_rows
 from attnzoo.training.evaluator import evaluate
 from attnzoo.training.plan import make_plan
@@ -274,6 +283,80 @@ def test_documents_of_models_without_positions_or_with_states(family, tmp_path):
         with torch.no_grad():
             expected = model(tokens[row, own][None], use_cache=False).logits[0]
         torch.testing.assert_close(found[row, own], expected)
+
+
+ROPE = {"rope_theta": 500_000.0, "factor": 3.0, "original_max_position_embeddings": 10}
+PLACE_IN_ROW = {  # models whose mask restarts with positions, and that read more than these
+    "phi3": {"rope_parameters": {**ROPE, "rope_type": "longrope"}, "pad_token_id": 0},
+    "llama": {"rope_parameters": {**ROPE, "rope_type": "dynamic"}, "max_position_embeddings": 10},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 5},
+}
+
+
+@pytest.mark.parametrize("family", PLACE_IN_ROW)
+def test_documents_of_models_that_read_the_place_in_a_row(family):
+    """The longest document of a batch, a chunk of the row; or rows of documents are refused."""
+    sizes = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, **PLACE_IN_ROW[family]}
+    if family == "phi3":
+        sizes["original_max_position_embeddings"] = 10
+        for name, factor in (("short_factor", 1.0), ("long_factor", 3.0)):
+            sizes["rope_parameters"][name] = [factor] * 4
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(hf.AutoConfig.for_model(family, **sizes))
+    model.double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(15 if parameter.dim() > 1 else 1)
+    if family == "recurrent_gemma":
+        attnzoo.swap(model, "flash")
+    positions = [torch.cat(list(map(torch.arange, x))) for x in ([9, 12], [6, 4, 11], [21])]
+    tokens = torch.randint(3, 99, (3, 21), generator=torch.Generator().manual_seed(3))
+    rows = Rows(tokens=tokens, positions=torch.stack(positions), bytes_per_token=1.0)
+    found = torch.cat([logits for _, logits in predictions(model, rows, 3)])
+    for row, own in rows.places():
+        with torch.no_grad():
+            expected = model(tokens[row, own][None], use_cache=False).logits[0]
+        torch.testing.assert_close(found[row, own], expected)
+
+
+@pytest.mark.parametrize("command", ["plan", "recover", "finetune", "evaluate"])
+def test_documents_beyond_the_positions_are_refused(command, gpt2, tmp_path, monkeypatch, capsys):
+    """Before anything is measured; a row may be longer where its documents are not."""
+    monkeypatch.setattr(hf.GPT2LMHeadModel, "forward", None)
+    (tmp_path / "long.txt").write_text("".join(sentences(2, [9000])))
+    trains = command in ("recover", "finetune")
+    given = ("--data", tmp_path / "long.txt", "--max-length" if trains else "--length", 161)
+    if command == "evaluate":
+        model = hf.AutoModelForCausalLM.from_pretrained(gpt2)
+        attnzoo.swap(model, WINDOW).save_pretrained(tmp_path / "swapped")
+        hf.AutoTokenizer.from_pretrained(gpt2).save_pretrained(tmp_path / "swapped")
+        gpt2 = tmp_path / "swapped"
+    elif command != "plan":
+        given += ("--attention", "linear", "--output-dir", tmp_path / "out")
+    monkeypatch.setattr(sys, "argv", ["attnzoo", *map(str, (command, gpt2, *given))])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    assert "a document of 161, and the model has 160 positions" in capsys.readouterr().err
+
+
+ENCODERS = {"bert": 0, "roberta": 2}  # the first position
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_texts_beyond_the_positions_of_an_encoder_are_refused(family, gpt2, tmp_path):
+    sizes = {"vocab_size": 384, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "pad_token_id": 1}
+    sizes["max_position_embeddings"] = 70 + ENCODERS[family]
+    config = hf.AutoConfig.for_model(family, **sizes)
+    hf.AutoModelForMaskedLM.from_config(config).save_pretrained(tmp_path)
+    assert max_positions(tmp_path) == 70
+    hf.AutoTokenizer.from_pretrained(gpt2).save_pretrained(tmp_path)
+    (tmp_path / "text.txt").write_text("".join(sentences(2, [4000])))
+    load_texts(tmp_path, [tmp_path / "text.txt"], RowOptions(max_length=70))
+    with pytest.raises(DataError, match="a document of 71, and the model has 70 positions"):
+        load_texts(tmp_path, [tmp_path / "text.txt"], RowOptions(max_length=71))
 
 
 def test_probes_are_within_documents(gpt2):

@@ -161,6 +161,15 @@ def _tables(model: PreTrainedModel) -> list[_Table]:
     return tables
 
 
+def table_positions(model: PreTrainedModel) -> int | None:
+    """Return the number of positions in a model's position embeddings; ``None`` without any.
+
+    Rows for padding, as RoBERTa's config counts them, are not positions.
+    """
+    counts = [table.embedding.num_embeddings - table.offset for table in _tables(model)]
+    return min(counts, default=None)
+
+
 def _extend_tables(
     model: PreTrainedModel, tables: list[_Table], length: int, method: str | None
 ) -> Extension:

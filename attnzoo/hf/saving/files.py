@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -11,18 +12,18 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
-from attnzoo.errors import AttnzooError, SpecError, is_deeply_nested, short_repr
+from attnzoo.errors import SpecError, UnsupportedError, is_deeply_nested, short_repr
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.names import NAME
-from attnzoo.hf.pretrained import load_pretrained
+from attnzoo.hf.pretrained import explain_load_errors, load_pretrained
 from attnzoo.hf.saving.companions import copy_companions
 from attnzoo.spec import AttentionSpec
 
-# What transformers raises for fields that a config cannot have
-INVALID_CONFIG = (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError)
+MAX_LAYERS = 10_000  # a model is built with so many at most
+LAYERS = re.compile(r"layers?$")  # the name of a field, such as n_layer or decoder_layers
+KERNEL_FIELDS = ("_attn_implementation_internal", "_experts_implementation_internal")
 
 
 def read_config(path: Path) -> Any:
@@ -33,14 +34,35 @@ def read_config(path: Path) -> Any:
     """
     if not (path / "config.json").is_file():
         raise SpecError(f"{str(path)!r} holds no saved model: there is no config.json")
+    name = repr(str(path / "config.json"))
     try:
         if is_deeply_nested(json.loads((path / "config.json").read_text("utf-8"))):
-            raise SpecError(f"{str(path / 'config.json')!r} is nested too deeply to be a config")
-        return load_pretrained(AutoConfig, path)
-    except AttnzooError:
+            raise SpecError(f"{name} is nested too deeply to be a config")
+        config = load_pretrained(AutoConfig, path)
+    except UnsupportedError:
         raise
-    except (*INVALID_CONFIG, OSError, RecursionError) as error:
-        raise SpecError(f"{str(path / 'config.json')!r} cannot be read: {error}") from error
+    except (ValueError, OSError, RecursionError) as error:
+        cause = error.__cause__ if isinstance(error, SpecError) else None
+        raise SpecError(f"{name} cannot be read: {cause or error}") from error
+    _check_sizes(config, name)
+    return config
+
+
+def _check_sizes(config: Any, name: str) -> None:
+    """Raise an error for a config that builds more layers than a model has, or that names code."""
+    parts = [config, *(read_field(config, key) for key in config.sub_configs)]
+    for part in filter(None, parts):
+        for field, value in vars(part).items():
+            if LAYERS.search(field) and isinstance(value, int) and value > MAX_LAYERS:
+                raise SpecError(f"{name}: {field} must be at most {MAX_LAYERS:,}, got {value:,}")
+            if field in KERNEL_FIELDS and "/" in str(value):
+                raise UnsupportedError(
+                    f"{name} names a kernel of the Hub, {short_repr(value)}, which is code, and "
+                    "attnzoo runs none that a folder names; leave the field out"
+                )
+        layers = read_field(part, "num_hidden_layers")
+        if isinstance(layers, int) and layers < 0:
+            raise SpecError(f"{name}: num_hidden_layers must be at least 0, got {layers}")
 
 
 def hash_weights(path: Path) -> bytes:
@@ -80,7 +102,7 @@ def model_class(config: Any, path: Path) -> type[PreTrainedModel]:
 def empty_model(path: Path) -> PreTrainedModel:
     """Build a saved model without its weights, on the meta device."""
     config = read_config(path)
-    with torch.device("meta"):
+    with torch.device("meta"), explain_load_errors(path):
         return model_class(config, path)(config)
 
 
@@ -130,7 +152,7 @@ def save_copy(model: PreTrainedModel, path: Path, out: Path) -> None:
         for auto in (AutoTokenizer, AutoProcessor):
             try:
                 load_pretrained(auto, path).save_pretrained(staging)
-            except (OSError, ValueError, KeyError):
+            except (OSError, ValueError, RecursionError):
                 continue  # not every model has one
         copy_companions(path, staging)
         if out.exists():

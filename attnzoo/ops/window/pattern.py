@@ -113,8 +113,8 @@ def per_head(name: str, value: PerHead, heads: int) -> tuple[int, ...]:
         return (value,) * heads
     if len(value) != heads:
         raise ConfigError(
-            f"{name} is a list of {len(value)} numbers ({list(value)}), but the layer has {heads} "
-            "heads; give one number for each head, or one for all"
+            f"{name} is a list of {len(value)} numbers ({short_repr(list(value))}), but the layer "
+            f"has {heads} heads; give one number for each head, or one for all"
         )
     return tuple(value)
 
