@@ -391,6 +391,7 @@ class LongformerBackend(AttentionBackend):
             pattern=pattern,
             scale=inputs.scale,
             global_positions=self.config.positions,
+            model_window=None if inputs.mask.window is None else inputs.mask.window[0],
         )
 
     def effective_weights(self, inputs: AttentionInputs) -> Tensor:

@@ -65,6 +65,17 @@ def padding_first(padding: Tensor) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(place).scatter(1, place, tokens), place
 
 
+def has_gaps(padding: Tensor) -> bool:
+    """Return whether padding lies between real tokens of a row, or may: values may be unknown.
+
+    Waits for a device.
+    """
+    if not values_are_known(padding):
+        return True
+    starts = padding[:, 0].int() + (padding[:, 1:] & ~padding[:, :-1]).sum(1)
+    return bool((starts > 1).any())
+
+
 def values_are_known(*tensors: Tensor) -> bool:
     """Return whether values may be read, which waits for a device.
 

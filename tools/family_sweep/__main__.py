@@ -21,6 +21,10 @@ def main(
     backend: Annotated[
         list[str] | None, typer.Option(help="backend to check (repeatable); default: all")
     ] = None,
+    own_windows: Annotated[
+        bool,
+        typer.Option(help="check only backends with a window in families that have windows"),
+    ] = False,
 ) -> None:
     """Check model families under backends; without arguments, check all and write the record."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -30,7 +34,8 @@ def main(
     from attnzoo.errors import did_you_mean
     from tools.family_sweep import record
     from tools.family_sweep.output import write_pages, write_record
-    from tools.family_sweep.sweep import sweep
+    from tools.family_sweep.own_windows import types_with_windows
+    from tools.family_sweep.sweep import prepare_process, sweep
 
     start, done = time.monotonic(), 0
 
@@ -39,8 +44,9 @@ def main(
         done += 1
         results = entry.get("backends", {})
         outcomes = {key: result["outcome"] for key, result in results.items()}
-        all_results = results | entry.get("windows", {})
-        wrong = [f"{key}: {r['reason']}" for key, r in all_results.items() if _is_wrong(r)]
+        parts = [results, entry.get("windows", {}), entry.get("own_windows", {})]
+        checked = [x for part in parts for x in part.items()]
+        wrong = [f"{key}: {result['reason']}" for key, result in checked if _is_wrong(result)]
         details = outcomes or entry.get("reason", "")
         typer.echo(f"{done:4d} {name}: {entry['outcome']} {details} {' '.join(wrong)}", err=True)
 
@@ -48,24 +54,32 @@ def main(
         if name not in CONFIG_MAPPING:
             hint = did_you_mean(name, list(CONFIG_MAPPING))
             raise typer.BadParameter(f"transformers has no model type {name!r}.{hint}")
-    types, names = model_type or list(CONFIG_MAPPING), backend or list(BUILTIN)
-    result = sweep(types, names, jobs, on_entry, windowed=not backend)
+    prepare_process()
+    types = model_type or (types_with_windows() if own_windows else list(CONFIG_MAPPING))
+    names, whole = backend or list(BUILTIN), not (backend or own_windows)
+    result = sweep(
+        *(types, [] if own_windows else names, jobs, on_entry),
+        windowed=whole,
+        own_windows=own_windows or whole,
+    )
     typer.echo(f"{time.monotonic() - start:.0f} s, {result['cpu_seconds']} s of CPU time")
     if update:
         result = merge(record.read(result["transformers"]), result)
-    if update or not (model_type or backend):
+    if update or (whole and not model_type):
         for path in (write_record(result), *write_pages()):
             typer.echo(path)
         typer.echo(record.summary(result))
 
 
 def merge(recorded: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
-    """Return the record with the checked types and, of each, the checked backends replaced."""
+    """Return the record with the checked types and, of each, the checked parts replaced."""
     types = dict(recorded["types"])
     for name, entry in result["types"].items():
-        if "backends" in entry:
-            backends = types.get(name, {}).get("backends", {}) | entry["backends"]
-            entry = {**entry, "backends": backends}
+        if entry["outcome"] == "checked":
+            before = types.get(name, {})
+            backends = before.get("backends", {}) | entry.get("backends", {})
+            kept = {key: before[key] for key in ("windows", "own_windows") if key in before}
+            entry = {**kept, **entry, "backends": backends}
         types[name] = entry
     return {**recorded, "types": types}
 

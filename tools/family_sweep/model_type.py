@@ -11,6 +11,7 @@ from tools.family_sweep.build import Family, NotBuiltError, build_family
 from tools.family_sweep.check import DIFFERENT, EQUAL, UNPROVEN, Outcome, check
 from tools.family_sweep.controls import insensitive_parts
 from tools.family_sweep.models import family_name
+from tools.family_sweep.own_windows import own_window_outcomes
 from tools.family_sweep.windows import SPECS, decoder_probe, window_outcome
 
 GAINS = (
@@ -22,13 +23,16 @@ GAINS = (
 _MISSING = re.compile(r"requires the (\S+) library")
 
 
-def check_type(model_type: str, backends: list[str], windowed: bool) -> dict[str, Any]:
+def check_type(
+    model_type: str, backends: list[str], windowed: bool, own_windows: bool = False
+) -> dict[str, Any]:
     """Check a model type and return its entry in the record as plain data.
 
     Args:
         model_type: The model type.
         backends: Names of the backends.
         windowed: Whether to check windows of exact backends too.
+        own_windows: Whether to check backends with a window in families with windows.
     """
     entry: dict[str, Any] = {"family": family_name(model_type)}
     try:
@@ -44,6 +48,7 @@ def check_type(model_type: str, backends: list[str], windowed: bool) -> dict[str
     windows = {}
     if windowed and decoder_probe(family) is not None:
         windows = {name: window_outcome(family, name) for name in SPECS}
+    own = own_window_outcomes(family) if own_windows else {}
     for result in results.values():
         if insensitive and result.outcome == EQUAL:
             result.outcome = UNPROVEN
@@ -55,8 +60,9 @@ def check_type(model_type: str, backends: list[str], windowed: bool) -> dict[str
         "variants": sorted({name for _, name in family.expected}),
         "layers": [len(family.reached), len(family.layers)],
         **({"unfelt": insensitive} if insensitive else {}),
-        "backends": _plain(results),
+        **({"backends": _plain(results)} if results else {}),
         **({"windows": _plain(windows)} if windows else {}),
+        **({"own_windows": _plain(own)} if own else {}),
     }
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from tools.family_sweep.own_windows import SPECS as OWN_SPECS
 from tools.family_sweep.record import (
     FOLDER,
     backends,
@@ -76,7 +77,7 @@ def page(record: dict[str, Any]) -> str:
     for outcome in (*outcomes, "not built"):
         text += _row(outcome, [str(found[name][outcome]) for name in names])
     text += _row("generate", [str(generating(record, name)) for name in names])
-    text += _windows(record)
+    text += _windows(record) + _own_windows(record)
     text += _other_versions(record) + _refusals(record) + _unbuilt(record) + _insensitive(record)
     text += _uncalled(record)
     text += f"\n## All families\n\n| family | {' | '.join(names)} |\n|---|{'---|' * len(names)}\n"
@@ -114,6 +115,36 @@ def _windows(record: dict[str, Any]) -> str:
         found = [sum(len(x[name].get(what, ())) for x in entries) for name in SPECS]
         text += _row(f"variants {'equal' if what == 'checked' else what}", list(map(str, found)))
     return text
+
+
+_OWN_WINDOWS = """
+## Backends with a window in families with windows
+
+In the model types whose layers have a sliding window or chunks, these backends run with a window of
+{window} tokens or fewer: without padding and with padding left, right and inside, with
+`position_ids` and without, in one pass and in steps with a cache. Layers that a backend refuses
+stay `softmax`. `flash` and `longformer` must equal eager attention under dense masks with both
+windows, of which the backend's counts real tokens and the model's counts padding too; under the
+others, the real tokens of a padded row must equal the same tokens alone, at their positions in the
+row. Unproven are model types in which a backend serves only some of the layers with one mask.
+
+| | {names} |
+|---|{rules}|
+"""
+
+
+def _own_windows(record: dict[str, Any]) -> str:
+    """Return the section about backends with a window in families with windows."""
+    entries = [entry["own_windows"] for entry in record["types"].values() if "own_windows" in entry]
+    if not entries:
+        return ""
+    rules = "---|" * (len(OWN_SPECS) - 1) + "---"
+    text = _OWN_WINDOWS.format(window=WINDOW, names=" | ".join(OWN_SPECS), rules=rules)
+    for outcome in ("equal", "in part", "unproven", "refused", "different"):
+        found = [sum(x[name]["outcome"] == outcome for x in entries) for name in OWN_SPECS]
+        text += _row(f"model types {outcome}", list(map(str, found)))
+    found = [sum(len(x[name].get("checked", ())) for x in entries) for name in OWN_SPECS]
+    return text + _row("variants equal", list(map(str, found)))
 
 
 def _row(head: str, cells: list[str]) -> str:

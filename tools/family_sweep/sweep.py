@@ -42,11 +42,16 @@ def new_worker() -> WorkerProcess:
 
 
 def check_in(
-    worker: WorkerProcess, model_type: str, backends: list[str], windowed: bool = False
+    worker: WorkerProcess,
+    model_type: str,
+    backends: list[str],
+    windowed: bool = False,
+    own_windows: bool = False,
 ) -> dict[str, Any]:
     """Check a model type in a process; a timeout or a crash is a reason of the entry."""
     try:
-        return worker.run(check_type, model_type, backends, windowed, timeout=TIMEOUT_SECONDS)
+        given = model_type, backends, windowed, own_windows
+        return worker.run(check_type, *given, timeout=TIMEOUT_SECONDS)
     except WorkerTimeout as error:
         return {"outcome": "not built", "reason": str(error)}
     except WorkerDied:
@@ -59,6 +64,7 @@ def sweep(
     jobs: int,
     on_entry: Callable[[str, dict[str, Any]], None],
     windowed: bool = True,
+    own_windows: bool = True,
 ) -> dict[str, Any]:
     """Check model types under backends and return the record as plain data.
 
@@ -68,6 +74,7 @@ def sweep(
         jobs: Number of processes.
         on_entry: Called with each entry when it is complete.
         windowed: Whether to check windows of exact backends in the families that decode.
+        own_windows: Whether to check backends with a window in families with windows.
     """
     local, workers = threading.local(), []
 
@@ -75,7 +82,7 @@ def sweep(
         if not hasattr(local, "worker"):
             local.worker = new_worker()
             workers.append(local.worker)
-        entry = check_in(local.worker, model_type, backends, windowed)
+        entry = check_in(local.worker, model_type, backends, windowed, own_windows)
         on_entry(model_type, entry)
         return model_type, entry
 

@@ -93,7 +93,7 @@ def state_of_keys(
         queries,
         keys,
         values,
-        mask=AttentionMask(causal=True, padding=padding),
+        mask=AttentionMask(causal=True, padding=padding, window=mask.window),
         scale=scale,
         hidden_states=hidden,
         return_state=True,

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.padding import values_are_known
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf import seam
@@ -64,7 +65,7 @@ class PositionHook(ForwardArguments):
         if tokens is None or self.config._attn_implementation != NAME:
             return None
         mask = self.get(seam.ATTENTION_MASK, args, kwargs)
-        positions = self.get(("position_ids",), args, kwargs)
+        positions, padding = self.get(("position_ids",), args, kwargs), _padding_of(mask)
         cache = self.cache(args, kwargs)
         if isinstance(cache, seam.PagedAttentionCache):
             return None  # continuous batching passes positions, and where each request begins
@@ -72,6 +73,8 @@ class PositionHook(ForwardArguments):
         given = dict(zip(self.names, args, strict=False)) | kwargs
         if positions is not None:
             _check_positions(positions)
+            if self.counts and not isinstance(past, Tensor) and not past:
+                _refuse_shared_positions(padding, positions, tokens.shape[0])
             is_known = any(kwargs.get(name) is not None for name in Packing._fields)
             if is_known or self.recurrent or isinstance(past, Tensor) or past:
                 return None
@@ -83,11 +86,11 @@ class PositionHook(ForwardArguments):
                     f"position_ids begin again inside of a row, which {type(model).__name__} does "
                     f"not tell its layers beside a mask or a cache; {ADVICE}"
                 )
-        elif self.counts and isinstance(mask, Tensor) and mask.ndim == 2:
+        elif self.counts and padding is not None:
             if "position_ids" not in self.names:
-                _refuse_left_padding(model, mask)
+                _refuse_left_padding(model, padding)
                 return None
-            new = {"position_ids": row_positions(mask, tokens, past) + self.first}
+            new = {"position_ids": row_positions(padding, tokens, past) + self.first}
         else:
             new = None
         return None if new is None else ((), given | new)
@@ -147,6 +150,43 @@ def _refuse_left_padding(model: nn.Module, mask: Tensor) -> None:
         raise UnsupportedError(
             f"row {row} has padding on the left, and {type(model).__name__} {advice}"
         )
+
+
+def _refuse_shared_positions(padding: Tensor | None, positions: Tensor, rows: int) -> None:
+    """Raise for positions that an outer model counts from the start of rows with left padding.
+
+    A graph refuses them when it runs.
+
+    Args:
+        padding: ``[B, S]``, 0 at padding.
+        positions: ``[B or 1, T]``.
+        rows: B.
+    """
+    if padding is None or positions.ndim != 2 or positions.shape[0] != 1:
+        return
+    begins = padding[:, 0].bool() | ~padding.bool().any(1)
+    counts = rows > 1 or (positions.diff() == 1).all()
+    advice = (
+        "the same position_ids are given for all rows, as an outer model makes them; give each "
+        "row its own, as generate does, or swap the outer model, in which only some layers may "
+        'change: attnzoo.swap(model, {"text_config": ...})'
+    )
+    if not values_are_known(begins):
+        is_wrong = ~begins.all() & counts
+        torch._assert_async(~is_wrong, f"there is padding on the left, and {advice}")
+    elif bool(counts) and not bool(begins.all()):
+        row = int((~begins).nonzero()[0, 0])
+        raise UnsupportedError(f"row {row} has padding on the left, and {advice}")
+
+
+def _padding_of(mask: Any) -> Tensor | None:
+    """Return the padding, ``[B, S]``, that a mask is, or those have that an outer model made."""
+    if isinstance(mask, dict):
+        found = [x for x in map(_padding_of, mask.values()) if x is not None]
+        return max(found, key=lambda x: x.shape[1], default=None)
+    if isinstance(mask, AttentionMask):
+        return mask.padding
+    return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
 
 def _check_positions(positions: Tensor) -> None:

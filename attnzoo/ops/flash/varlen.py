@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.contract.masks import AttentionMask, Window
-from attnzoo.contract.padding import gather_tokens
+from attnzoo.contract.padding import gather_tokens, has_gaps
 from attnzoo.contract.validation import empty_output, is_empty_call
 from attnzoo.ops.flash.call import FlashCall
 from attnzoo.ops.flash.varlen_extra import attend_with_extra_keys, outside_window
@@ -61,7 +61,7 @@ def varlen_reasons(x: FlashCall) -> list[str]:
     if not reasons and (mask.padding is not None or mask.segment_ids is not None):
         if tracing := _tracing_reason(x.q.device):
             reasons.append(f"the number of real tokens is unknown while {tracing}")
-        elif mask.window is not None and _has_gaps(mask):
+        elif mask.window is not None and mask.padding is not None and has_gaps(mask.padding):
             reasons.append("padding inside a sequence counts in its window")
     return reasons
 
@@ -92,14 +92,6 @@ def device_reasons(device: torch.device) -> list[str]:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return ["the kernel needs compute capability 8.0"]
     return []
-
-
-def _has_gaps(mask: AttentionMask) -> bool:
-    """Return whether padding lies between real tokens of a row; synchronises with the device."""
-    if mask.padding is None:
-        return False
-    starts = mask.padding[:, 0].int() + (mask.padding[:, 1:] & ~mask.padding[:, :-1]).sum(1)
-    return int(starts.max()) > 1
 
 
 def run_varlen(x: FlashCall) -> Tensor:

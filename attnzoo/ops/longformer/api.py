@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attnzoo.contract.implementation import CPP, Implementation, register_implementation, select
 from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.padding import has_gaps
 from attnzoo.contract.states import AttentionOutput
 from attnzoo.contract.validation import (
     check_broadcastable,
@@ -85,8 +86,9 @@ def longformer_attention(
         dilation: d, for all heads or for each: only every d-th key is seen, as far as w d
             (w d - d in causal attention).
         mask: Causality, padding, and segments, which need calls without global tokens. Its window
-            limits that of every head. Its ``q_offset`` is read if there are fewer queries than
-            keys. Queries at padding give zeros. Hidden keys and values must be finite, as in
+            limits that of every head, and counts padding between real tokens, for which memory is
+            that of a dense mask of 256 queries. Its ``q_offset`` is read if there are fewer queries
+            than keys. Queries at padding give zeros. Hidden keys and values must be finite, as in
             ``softmax_attention``. ``None`` means bidirectional.
         scale: Multiplies the products; ``None`` means ``D ** -0.5``.
         global_tokens: ``[B, S]`` or ``[1, S]`` bool, true where a token is global; or
@@ -172,6 +174,7 @@ def pattern_attention(
         global_tokens=global_tokens,
         bias=None if bias is None else expand_bias(bias, q.shape[1], k.shape[2]),
         dropout=dropout,
+        window=mask.window if mask.padding is not None and has_gaps(mask.padding) else None,
     )
     implementation, choice = select("longformer_attention", call, impl)
     if is_empty_call(q, k):

@@ -2,7 +2,8 @@
 
 In C++ on CPUs. In PyTorch operations, blocks are computed one after another on a CPU, and
 recomputed in the backward pass; on a GPU, under ``torch.compile`` and with dropout, in one batch.
-Fewer queries than keys, as in decoding with a KV cache, are computed densely. Other letters: N
+Fewer queries than keys, as in decoding with a KV cache, and padding inside of the mask's window are
+computed densely. Other letters: N
 blocks, C queries of a block, W keys of a block's band, G global keys, w window, d dilation.
 """
 
@@ -25,15 +26,16 @@ from attnzoo.ops.window.blockwise_cpu import LocalOptions, blockwise_local_atten
 from attnzoo.ops.window.cpu.band import band_attention_cpp, band_cpp_reasons
 from attnzoo.ops.window.pattern import Band, GlobalIndices, gather_bias
 
-QUERY_BLOCK = 256  # C, where there are fewer queries than keys
+QUERY_BLOCK = 256  # C, where the mask is no band
+GAPS = "padding inside a sequence counts in the mask's window"
 
 # Computes some heads, which have the same band, [B, H, T, E], given q, k, v, options and a bias
 AttendBand = Callable[[Tensor, Tensor, Tensor, LocalOptions, Tensor | None], Tensor]
 
 
 def run_torch(x: LongformerCall) -> Tensor:
-    """Compute a call by bands, or densely if there are fewer queries than keys."""
-    if x.has_fewer_queries:
+    """Compute a call by bands, or densely if its mask is no band."""
+    if x.is_dense:
         return _dense_query_blocks(x)
     blockwise = x.q.device.type == "cpu" and x.dropout == 0 and not torch.compiler.is_compiling()
     attend = _blockwise if blockwise else partial(batched_local_attention, dropout=x.dropout)
@@ -47,6 +49,8 @@ def cpp_reasons(x: LongformerCall) -> list[str]:
         reasons.append("a bias is given, which the kernel does not add")
     if x.dropout > 0:
         reasons.append(f"attention dropout of {x.dropout} is given")
+    if x.window is not None:
+        reasons.append(GAPS)
     if x.has_fewer_queries:
         lengths = f"there are {x.q.shape[2]} queries and {x.k.shape[2]} keys"
         if x.padding_mask is not None:
@@ -147,7 +151,7 @@ def _select_heads(x: LongformerCall, heads: list[int]) -> tuple[Tensor, Tensor, 
     return x.q[:, q_index], x.k[:, k_index], x.v[:, k_index]
 
 
-# -- fewer queries than keys -----------------------------------------------------------------------
+# -- fewer queries than keys, or padding inside of the mask's window -------------------------------
 
 
 def _dense_query_blocks(x: LongformerCall) -> Tensor:
@@ -190,6 +194,9 @@ def _dense_block(x: LongformerCall) -> Tensor:
     if x.segment_ids is not None:
         allowed = allowed & (of_queries(x.segment_ids) == x.segment_ids[:, None, None, :])
     mask = x.pattern.mask(distance)
+    if x.window is not None:
+        apart = positions[:, None] - torch.arange(length, device=x.q.device)
+        mask = mask & (apart <= x.window[0]) & (apart >= -x.window[1])
     if x.global_tokens is None:
         return _softmax(x, x.q, x.k, x.v, mask & allowed)
     is_global = x.global_tokens.is_global

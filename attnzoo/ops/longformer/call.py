@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from attnzoo.contract.masks import Window
 from attnzoo.ops.window.pattern import Pattern
 
 
@@ -33,6 +34,13 @@ class LongformerCall(NamedTuple):
     global_tokens: GlobalTokens | None
     bias: Tensor | None  # [1 or B, H, 1 or T, S]
     dropout: float
+    # The mask's window if padding lies in it: it counts tokens, and the pattern real ones
+    window: Window | None = None
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the mask is no band, so that it is computed whole for each block of queries."""
+        return self.has_fewer_queries or self.window is not None
 
     @property
     def has_fewer_queries(self) -> bool:

@@ -32,6 +32,7 @@ class LongformerState(NamedTuple):
     own_k: Tensor  # [B, Hkv, P or 0, D]: the first keys in the global projection, if there is one
     own_v: Tensor  # [B, Hkv, P or 0, E]
     seen: Tensor  # [B], int64: number of real tokens so far
+    age: Tensor  # [B, R], int64: tokens since each of the latest keys; [B, 0] without model_window
 
 
 class DecodingInputs(NamedTuple):
@@ -45,6 +46,7 @@ class DecodingInputs(NamedTuple):
     pattern: Pattern
     scale: float
     global_positions: tuple[int, ...]  # counted from the first real token; rising
+    model_window: int | None = None  # largest distance to a key in tokens, padding included
 
     @property
     def num_first(self) -> int:
@@ -67,19 +69,23 @@ def update_state(x: DecodingInputs, state: LongformerState | None) -> Longformer
     size = rows_of_state(x.pattern.tokens_before, held, state.seen, length)
     if size > held:
         k, v = (F.pad(y, (0, 0, size - held, 0)) for y in (state.k, state.v))
-        state = state._replace(k=k, v=v)
+        age = state.age if x.model_window is None else F.pad(state.age, (size - held, 0))
+        state = state._replace(k=k, v=v, age=age)
+    ages = _ages(x, state)
     if x.padding_mask is None:
         new, old = max(length - size, 0), min(length, size)
         k = torch.cat([state.k[:, :, old:], x.k[:, :, new:]], 2)
         v = torch.cat([state.v[:, :, old:], x.v[:, :, new:]], 2)
+        ages = ages[:, ages.shape[1] - min(size, ages.shape[1]) :].clone()
     else:  # real tokens last, in order
         filled = torch.arange(size, device=x.k.device) >= size - state.seen[:, None]
         latest = torch.cat([filled, real], 1).int().argsort(dim=1, stable=True)[:, length:]
         k = gather_tokens(torch.cat([state.k, x.k], 2), latest)
         v = gather_tokens(torch.cat([state.v, x.v], 2), latest)
+        ages = ages if x.model_window is None else ages.gather(1, latest)
     seen = state.seen + real.sum(1)
     if not x.num_first:
-        return state._replace(k=k, v=v, seen=seen)
+        return state._replace(k=k, v=v, seen=seen, age=ages)
     # the new token, if any, of each of the first P positions
     rank = torch.arange(x.num_first, device=x.k.device) - state.seen[:, None]
     is_new = (rank >= 0) & (rank < real.sum(1, keepdim=True))
@@ -93,7 +99,7 @@ def update_state(x: DecodingInputs, state: LongformerState | None) -> Longformer
     own_k, own_v = state.own_k, state.own_v
     if x.global_qkv is not None:
         own_k, own_v = fill(own_k, x.global_qkv[1]), fill(own_v, x.global_qkv[2])
-    return LongformerState(k, v, first_k, first_v, own_k, own_v, seen)
+    return LongformerState(k, v, first_k, first_v, own_k, own_v, seen, ages)
 
 
 def decode(x: DecodingInputs, state: LongformerState) -> tuple[Tensor, LongformerState]:
@@ -136,7 +142,17 @@ def _empty_state(x: DecodingInputs) -> LongformerState:
         own_k=zeros(own, key_size),
         own_v=zeros(own, value_size),
         seen=torch.zeros(batch, dtype=torch.long, device=x.k.device),
+        age=x.k.new_zeros(batch, 0 if x.model_window is None else latest, dtype=torch.long),
     )
+
+
+def _ages(x: DecodingInputs, state: LongformerState) -> Tensor:
+    """Return the ages of the latest and the new keys after the new tokens, ``[B, R + T or 0]``."""
+    if x.model_window is None:
+        return state.age
+    length = x.k.shape[2]
+    new = torch.arange(length, 0, -1, device=x.k.device).expand(len(state.age), -1)
+    return torch.cat([state.age + length, new], 1)
 
 
 def _real_tokens(x: DecodingInputs) -> Tensor:
@@ -162,6 +178,10 @@ def _dense_step(x: DecodingInputs, state: LongformerState) -> Tensor:
     if x.padding_mask is not None:
         allowed = allowed & real[:, None, :, None]
     in_window = x.pattern.mask(distance)
+    if x.model_window is not None:  # there are no first tokens beside it
+        length = x.k.shape[2]
+        age = _ages(x, state)[:, None, :] - torch.arange(length, 0, -1, device=device)[:, None]
+        in_window = in_window & (age <= x.model_window)[:, None]
     if not num_first:
         keys, values = torch.cat([state.k, x.k], 2), torch.cat([state.v, x.v], 2)
         return sdpa(x.q, keys, values, mask=allowed & in_window, scale=x.scale)

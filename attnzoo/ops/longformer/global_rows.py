@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from attnzoo.contract.padding import gather_tokens
+from attnzoo.contract.padding import gather_tokens, has_gaps
 from attnzoo.ops.longformer.call import GlobalTokens, LongformerCall
 from attnzoo.ops.softmax.sdpa import sdpa
 from attnzoo.ops.window.pattern import GlobalIndices, gather_bias, global_indices
@@ -45,10 +45,8 @@ def _padding_last_order(padding_mask: Tensor) -> Tensor | None:
     Returns ``None`` if the real tokens of every row are contiguous. Under ``torch.compile`` it
     always returns an order, because the graph must not depend on the values of the mask.
     """
-    if not torch.compiler.is_compiling():
-        starts = padding_mask[:, 0].int() + (padding_mask[:, 1:] & ~padding_mask[:, :-1]).sum(1)
-        if int(starts.max()) <= 1:
-            return None
+    if not has_gaps(padding_mask):
+        return None
     return torch.argsort(padding_mask.int(), dim=1, descending=True, stable=True)
 
 

@@ -35,6 +35,9 @@ def run_reference(x: LongformerCall) -> Tensor:
         for before, after, step in x.pattern.bands
     ]
     window = torch.cat(windows, 1)  # [B, H, T, S]
+    if x.window is not None:  # of the mask: it counts padding too
+        apart = queries[:, None] - torch.arange(keys, device=device)
+        window = window & (-x.window[1] <= apart) & (apart <= x.window[0])
     if x.global_tokens is None:
         return _softmax_attention(x, x.q, x.k, x.v, window & allowed)
     of_query, of_key = compare(x.global_tokens.is_global.expand(batch, keys))

@@ -26,7 +26,7 @@ from attnzoo.ops.flash.api import (
     varlen_reasons,
     varlen_verdict,
 )
-from attnzoo.ops.longformer.by_band import attend_by_band, run_by_band
+from attnzoo.ops.longformer.by_band import GAPS, attend_by_band, run_by_band
 from attnzoo.ops.longformer.call import LongformerCall
 from attnzoo.ops.longformer.global_rows import attend_local_and_global
 from attnzoo.ops.window.blockwise_cpu import LocalOptions
@@ -35,7 +35,7 @@ from attnzoo.ops.window.pattern import GlobalIndices
 
 def reasons(x: LongformerCall) -> list[str]:
     """Return every reason why the kernel does not support a call."""
-    found = []
+    found = [] if x.window is None else [GAPS]
     if x.global_tokens is not None:
         found += extra_keys_reasons(x.q.device)
     if x.has_fewer_queries:

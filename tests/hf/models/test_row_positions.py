@@ -16,6 +16,7 @@ from attnzoo.hf import seam
 from attnzoo.hf.models.row_positions import PositionHook, documents_of
 from attnzoo.registry import available_backends
 from tests.helpers import MODEL_SIZES, redrawn, tiny_llama, tiny_llama_config
+from tools.family_sweep.build import make_model
 
 PADDING = 5
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -42,7 +43,7 @@ SWAPS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def rows() -> tuple[Tensor, Tensor]:
     """Tokens and their mask; the second row has padding."""
-    ids = torch.randint(3, 99, (2, 14), generator=torch.Generator().manual_seed(3))
+    ids = torch.randint(3, 59, (2, 14), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
     mask[1, :PADDING] = 0
     return ids, mask
@@ -162,6 +163,28 @@ def test_texts_of_models_with_images(build, rows, tmp_path):
             found = swapped(input_ids=ids, attention_mask=mask, use_cache=False).logits
             alone = swapped(input_ids=ids[1:, PADDING:], use_cache=False).logits
         assert_close(found[1, PADDING:], alone[0], atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*images will be refused")
+@pytest.mark.parametrize("model_type", ["paligemma", "gemma4", "exaone4_5", "gemma3", "qwen3_vl"])
+def test_the_inner_model_of_one_with_images(model_type, rows):
+    """Outer models make the masks, and some make positions, which count padding."""
+    model = make_model(model_type, 1.0)
+    attnzoo.swap(model.model.language_model, {"backend": "linear", "else": "softmax"})
+    ids, mask = rows[0] + 40, rows[1]
+    given = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+    places = (mask.cumsum(1) - 1).clamp(min=0) + (model_type == "paligemma")
+    with torch.no_grad():
+        alone = model(input_ids=ids[1:, PADDING:], use_cache=False).logits[0]
+        calls = [given | {"position_ids": places}]
+        if model_type in ("gemma3", "qwen3_vl"):
+            calls.append(given)
+        else:
+            with pytest.raises(UnsupportedError, match=r"row 1 .* same position_ids .* for all"):
+                model(**given)
+        for call in calls:
+            found = model(**call).logits[1, PADDING:]
+            assert_close(found, alone, atol=2e-4, rtol=2e-4)
 
 
 def test_given_positions_stay(rows):

@@ -60,6 +60,7 @@ def dense(
     own=None,
     segments=None,
     bias=0,
+    limit=T,
 ):
     """Fill the mask pair by pair over the real tokens, and apply softmax."""
     batch, heads, length, _ = q.shape
@@ -77,6 +78,7 @@ def dense(
                 for j, key in enumerate(places):
                     steps, rest = divmod(abs(i - j), dilations[h])
                     near = rest == 0 and steps <= windows[h] - (1 if causal else 0)
+                    near = near and abs(query - key) <= limit  # padding counts
                     hidden = (causal and j > i) or parts[b][query] != parts[b][key]
                     if (near or marked[b][key] or marked[b][query]) and not hidden:
                         found.append((query, key))
@@ -205,8 +207,15 @@ def test_decoding_equals_the_rows_of_the_dense_formula(place, own, monkeypatch):
     x, others, real = qkv(T), qkv(T), padding(place)
     positions = () if OWN[own] is None else (0, 3, 14)
     where = real & torch.isin(real.cumsum(1) - 1, torch.tensor(positions))
+    limit = T if positions else 6  # of the model's window, which rules out global tokens
     expected = dense(
-        *x, **SIZES, causal=True, real=real, where=where, own=others if own == "all" else x
+        *x,
+        **SIZES,
+        causal=True,
+        real=real,
+        where=where,
+        own=others if own == "all" else x,
+        limit=limit,
     )
     for cuts in ([10, 20, 21, T], [2, 19, T]):
         state, outs = None, []
@@ -219,6 +228,7 @@ def test_decoding_equals_the_rows_of_the_dense_formula(place, own, monkeypatch):
                 Pattern.of(SIZES["window"], SIZES["dilation"], heads=H, causal=True),
                 D**-0.5,
                 positions,
+                None if positions else limit,
             )
             if state is None:
                 state = decoding.update_state(call, None)
@@ -252,6 +262,21 @@ def test_the_window_of_the_mask_limits_every_head(attend):
     x = qkv(T)
     found = attend(*x, window=[9, 3, 2, 9], dilation=[1, 1, 2, 2], limit=(5, 5))
     torch.testing.assert_close(found, dense(*x, window=[5, 3, 2, 2], dilation=[1, 1, 2, 2]))
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+def test_the_window_of_the_mask_counts_padding(causal, monkeypatch):
+    """A window of the op counts real tokens, and one of the mask all; states keep both counts."""
+    monkeypatch.setattr(by_band, "QUERY_BLOCK", 8)
+    x, real, ids = qkv(T), padding("interior"), (torch.arange(T) > 30)[None].long().expand(B, T)
+    options = {"window": [9, 3, 2, 9], "dilation": [1, 1, 2, 2], "causal": causal}
+    for segments in (None, ids):
+        expected = dense(*x, **options, real=real, segments=segments, limit=5)
+        for impl in ("auto", "torch", "reference"):
+            given = {"padding": real, "segment_ids": segments, "limit": (5, 5), "impl": impl}
+            torch.testing.assert_close(run(*x, **options, **given), expected)
+    with pytest.raises(UnsupportedError, match="padding inside a sequence counts"):
+        run(*x, **options, padding=real, limit=(5, 5), impl="cpp")
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
