@@ -32,12 +32,21 @@ from attnzoo.evaluation.margins import paired
 from attnzoo.evaluation.models import max_positions
 from attnzoo.evaluation.quality import contributions, require_finite
 from attnzoo.evaluation.rows import IGNORE_INDEX
+from attnzoo.hf.configs import read_field
 from attnzoo.hf.saving.companions import copy_companions, move_files
+from attnzoo.hf.saving.files import read_config
 from attnzoo.hf.swap.convert import original_attention, restore, swap
 from attnzoo.optional_packages import OptionalPackage
 from attnzoo.report.atomic_write import atomic_write
 from attnzoo.spec import AttentionSpec
-from attnzoo.training.data import RowOptions, load_documents, pack, pack_examples, split_documents
+from attnzoo.training.data import (
+    RowOptions,
+    check_positions,
+    load_documents,
+    pack,
+    pack_examples,
+    split_documents,
+)
 from attnzoo.training.encoder import is_encoder, load_texts
 from attnzoo.training.eval_rows import rows_to_eval_batch
 from attnzoo.training.loading import load_model
@@ -168,6 +177,7 @@ class _NextTokens:
                 documents = documents.rename_column("text", args.dataset_text_field)
             ids = tokenizer([*held_out["text"]], add_special_tokens=False, verbose=False)
             rows = pack(held_out, tokenizer, min(length, sum(map(len, ids["input_ids"]))))
+        check_positions(self.path, (rows,), length)
         self.documents, self.batch = documents, rows_to_eval_batch(rows, ROWS)
 
     def trainer(self, model: Any, args: Any) -> Trainer:
@@ -293,6 +303,8 @@ def _save(trainer: Trainer, path: Path, folder: RunFolder, results: dict[str, An
     sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     if hasattr(model, "merge_and_unload") and not sharded and not hasattr(model, "hf_quantizer"):
         trainer.model = model.merge_and_unload()
+    if (use_cache := read_field(read_config(path), "use_cache")) is not None:
+        trainer.model.config.use_cache = use_cache  # Trainer changes what is saved
     partial = folder.out / "model.partial"
     trainer.save_model(str(partial))
     if trainer.is_world_process_zero():
