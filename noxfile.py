@@ -36,8 +36,6 @@ TESTS_OF_DEEPSPEED = ("tests/training/test_launch.py",)
 BITSANDBYTES = ("bitsandbytes==0.50.2",)
 TESTS_OF_BITSANDBYTES = (
     "tests/training/test_four_bits.py",
-    "tests/training/test_frozen_weights.py",
-    "tests/training/test_optimizer.py",
 )
 TESTS = (
     "tests/hf",

@@ -304,7 +304,7 @@ def _save(trainer: Trainer, path: Path, folder: RunFolder, results: dict[str, An
     if hasattr(model, "merge_and_unload") and not sharded and not hasattr(model, "hf_quantizer"):
         trainer.model = model.merge_and_unload()
     if (use_cache := read_field(read_config(path), "use_cache")) is not None:
-        trainer.model.config.use_cache = use_cache  # Trainer changes what is saved
+        model.config.use_cache = use_cache  # Trainer changes what is saved
     partial = folder.out / "model.partial"
     trainer.save_model(str(partial))
     if trainer.is_world_process_zero():
