@@ -9,9 +9,10 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from attnzoo.ops.longformer import api
+from tools.family_sweep import record
 from tools.family_sweep.check import DIFFERENT, EQUAL, IN_PART, REFUSED
 from tools.family_sweep.model_type import build_sensitive_family
-from tools.family_sweep.own_windows import Reference, own_window_outcome, row_probe
+from tools.family_sweep.own_windows import SPECS, Reference, own_window_outcome, row_probe
 
 # sliding layers only, some of them, with shared keys, chunks, an encoder; what runs of longformer
 FAMILIES = {
@@ -61,3 +62,13 @@ def test_the_comparison_detects_a_window_that_skips_padding(monkeypatch):
     found = own_window_outcome(reference("mistral"), "longformer")
     assert found.outcome == DIFFERENT
     assert "inside padding, positions: off by" in found.reason
+
+
+def test_the_record_agrees():
+    if transformers.__version__ not in record.versions():
+        pytest.skip(f"there is no record of transformers {transformers.__version__}")
+    types = record.read(transformers.__version__)["types"]
+    for model_type, outcomes in FAMILIES.items():
+        found = types[model_type]["own_windows"]
+        assert list(found) == list(SPECS)
+        assert tuple(found[name]["outcome"] for name in NAMES[:2]) == outcomes

@@ -33,6 +33,16 @@ def test_windows_of_exact_backends():
         assert sum("steps, inside padding" in x["checked"] for x in equal) >= 100
 
 
+def test_backends_with_a_window_in_families_with_windows():
+    entries = [x["own_windows"] for x in record.read()["types"].values() if "own_windows" in x]
+    assert len(entries) >= 55
+    for name, least in (("flash", 45), ("longformer", 30), ("linear", 20), ("block_sparse", 20)):
+        ran = [x[name] for x in entries if x[name]["outcome"] in ("equal", "in part")]
+        assert len(ran) >= least
+        inside = {"inside padding", "steps, inside padding, positions"}
+        assert sum(inside <= {*x["checked"]} for x in ran) >= least // 2
+
+
 def test_goals():
     newest = record.read()
     counts = record.counts(newest)
