@@ -21,6 +21,7 @@ from accelerate.utils import DistributedType, broadcast
 from torch import nn
 from torch.utils.data import default_collate
 from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.kernel_checks import check_model_kernels
@@ -149,7 +150,11 @@ class Recovery:
         return load_causal(self.path, self.spec, disable_dropout=True, **options)
 
     def load_model(self) -> Any:
-        """Return the model that is trained, on its device."""
+        """Return the model that is trained, on its device.
+
+        Under ZeRO-3 it is built whole: a swap reads the weights.
+        """
+        unset_hf_deepspeed_config()
         options: dict[str, Any] = {"dtype": getattr(torch, self.args.dtype)}
         if self.args.load_in_4bit:
             options |= {"load_in_4bit": True, "device": self.args.device}
@@ -534,7 +539,14 @@ class Recovery:
         accelerator = trainer.accelerator
         if accelerator.distributed_type not in (DistributedType.FSDP, DistributedType.DEEPSPEED):
             return accelerator.unwrap_model(trainer.model_wrapped, keep_fp32_wrapper=False)
-        state = accelerator.get_state_dict(trainer.model_wrapped)  # on the main process
+        trained = accelerator.unwrap_model(trainer.model_wrapped)
+        if any(hasattr(p, "ds_id") for p in trained.parameters()):  # in parts, under ZeRO-3
+            from deepspeed.runtime.zero import GatheredParameters
+
+            with GatheredParameters(list(trained.parameters())):
+                state = {n: x.detach().clone() for n, x in trained.state_dict().items()}
+        else:
+            state = accelerator.get_state_dict(trainer.model_wrapped)  # on the main process
         model = rebuild()
         if accelerator.is_main_process:
             model.load_state_dict(state, strict=False)  # has one name for tied weights

