@@ -34,9 +34,7 @@ ENGINES = (  # small ones: CTranslate2, llama.cpp, and llama.cpp's converter
 DEEPSPEED = ("deepspeed==0.19.8", "hjson==3.1.0", "msgpack==1.2.4", "py-cpuinfo==9.0.0")
 TESTS_OF_DEEPSPEED = ("tests/training/test_launch.py",)
 BITSANDBYTES = ("bitsandbytes==0.50.2",)
-TESTS_OF_BITSANDBYTES = (
-    "tests/training/test_four_bits.py",
-)
+TESTS_OF_BITSANDBYTES = ("tests/training/test_four_bits.py",)
 TESTS = (
     "tests/hf",
     "tests/tools/family_sweep",
