@@ -31,8 +31,8 @@ from attnzoo.runtime.derivatives import is_transformed
 
 SEQUENCES = "sequences must follow one another within the {tokens} tokens of the row"
 PACKED_IN_GRAPH = (
-    "packed rows cannot be unpacked under torch.compile; do not compile, or pass attention_mask "
-    "(all ones without padding), with which position_ids do not mean packing"
+    "packed rows cannot be unpacked under torch.compile; do not compile, or pass one sequence a "
+    "row (in position_ids, seq_idx and cu_seq_lens_* too)"
 )
 
 

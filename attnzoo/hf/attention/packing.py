@@ -30,11 +30,22 @@ class Packing(NamedTuple):
     cu_seq_lens_k: Tensor | None = None
 
     def given(self) -> dict[str, Tensor]:
-        """Return the arguments that are not ``None``, each tensor once."""
+        """Return the arguments that are not ``None``, each tensor once.
+
+        Raises:
+            UnsupportedError: One is not a tensor.
+        """
         found = self._asdict()
         if self.cu_seq_lens_k is self.cu_seq_lens_q:
             del found["cu_seq_lens_k"]
-        return {name: x for name, x in found.items() if x is not None}
+        found = {name: x for name, x in found.items() if x is not None}
+        for name, x in found.items():
+            if not isinstance(x, Tensor):
+                form = "[batch, tokens]" if name == "seq_idx" else "[sequences + 1]"
+                raise UnsupportedError(
+                    f"{name} is a {type(x).__name__}; pass a tensor {form}, torch.tensor(...)"
+                )
+        return found
 
     @property
     def has_lengths(self) -> bool:
@@ -170,6 +181,52 @@ def join_starts(starts: dict[str, Tensor], is_compared: Tensor | bool) -> Tensor
                 "position_ids alone, which restart with each sequence"
             )
     return union
+
+
+def add_position_starts(
+    starts: dict[str, Tensor], positions: Tensor, is_compared: Tensor | bool
+) -> None:
+    """Add to ``starts`` where positions do not go up by 1; such that all do say nothing.
+
+    Args:
+        starts: The tokens that begin a sequence by each packing argument, one at least.
+        positions: ``[B or 1, T]``.
+        is_compared: As in :func:`join_starts`.
+    """
+    steps = (positions.diff(dim=1) != 1) & is_compared
+    if not values_are_known(steps):
+        starts["position_ids"] = steps | (~steps.any() & join_starts(starts, False))
+    elif bool(steps.any()):
+        starts["position_ids"] = steps
+
+
+def restarting_positions(
+    starts: Tensor,
+    positions: Tensor | None = None,
+    *,
+    real: Tensor | None = None,
+    is_compared: Tensor | bool = True,
+    first: int = 0,
+) -> Tensor:
+    """Return positions whose steps are not 1 where sequences begin, and only there, ``[B, T]``.
+
+    Args:
+        starts: The tokens after the first that begin a sequence, ``[B, T - 1]`` bool.
+        positions: Positions that are returned if they are such.
+        real: False at padding, ``[B, T]`` bool; sequences begin at their first real token.
+        is_compared: As in :func:`join_starts`.
+        first: The position of the first token of a sequence.
+    """
+    token = torch.arange(starts.shape[1] + 1, device=starts.device)
+    begins = F.pad(starts, (1, 0), value=True)
+    if real is not None:
+        before = real.cumsum(1) - real.long()
+        begins = begins | (real & (before == torch.where(begins, before, 0).cummax(1).values))
+    made = token - torch.where(begins, token, 0).cummax(1).values + first
+    if positions is None:
+        return made
+    differs = ((positions.diff(dim=1) != 1) != starts) & is_compared
+    return torch.where(differs.any(), made, positions)
 
 
 def _starts(name: str, x: Tensor, length: int) -> Tensor:

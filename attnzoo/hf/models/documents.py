@@ -19,7 +19,12 @@ from attnzoo.contract.padding import values_are_known
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf import seam
 from attnzoo.hf.attention.call import ForwardArguments
-from attnzoo.hf.attention.packing import Packing, join_starts
+from attnzoo.hf.attention.packing import (
+    Packing,
+    add_position_starts,
+    join_starts,
+    restarting_positions,
+)
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.names import NAME
 
@@ -141,7 +146,7 @@ class DocumentHook(ForwardArguments):
                 f"rows of several documents are not supported here: {reason}. Call the model with "
                 "use_cache=False, or with one document a row"
             )
-        text = _restarting(_text_positions(positions), starts)
+        text = restarting_positions(starts, _text_positions(positions))
         given |= {"use_cache": False, "attention_mask": None}
         given["seq_idx"] = F.pad(starts.int().cumsum(1, dtype=torch.int32), (1, 0))
         if "position_ids" in self.names:
@@ -240,11 +245,7 @@ def document_starts(
     if real is not None:
         is_compared = is_compared & (real[:, 1:] & real[:, :-1])
     if positions is not None and given:
-        steps = (positions.diff(dim=1) != 1) & is_compared
-        if not known:  # positions that never begin again say nothing
-            starts["position_ids"] = steps | (~steps.any() & join_starts(starts, False))
-        elif bool(steps.any()):
-            starts["position_ids"] = steps
+        add_position_starts(starts, positions, is_compared)
     elif positions is not None:
         by_steps = mask is None and not keeps_cache
         found = positions.diff(dim=1) != 1 if by_steps else restarts(positions, real)
@@ -291,13 +292,3 @@ def _with_padding(starts: Tensor, real: Tensor) -> Tensor:
             "between or after the documents"
         )
     return starts | (real[:, 1:] != real[:, :-1])
-
-
-def _restarting(positions: Tensor | None, starts: Tensor) -> Tensor:
-    """Return positions whose steps are not 1 where documents begin, and only there, ``[B, T]``."""
-    token = torch.arange(starts.shape[1] + 1, device=starts.device)
-    first = torch.where(F.pad(starts, (1, 0)), token, 0).cummax(1).values
-    if positions is None:
-        return token - first
-    fits = ((positions.diff(dim=1) != 1) == starts).all()
-    return torch.where(fits, positions, token - first)

@@ -16,7 +16,7 @@ from attnzoo.hf.layers import attention_layers, has_position_bias, unwrap_model
 from attnzoo.hf.unchanged import unchanged_on_error
 
 TABLE_METHODS = ("copy", "interpolate")
-_TABLE_NAMES = ("position_embeddings", "position_embedding", "embed_positions", "wpe")
+TABLE_NAMES = ("position_embeddings", "position_embedding", "embed_positions", "wpe")
 _ALIBI = {
     "bloom": None,
     "mpt": "max_seq_len",
@@ -148,7 +148,7 @@ def _tables(model: PreTrainedModel) -> list[_Table]:
     tables = []
     for owner in model.modules():
         for name, table in owner.named_children():
-            if name not in _TABLE_NAMES or not isinstance(table, nn.Embedding):
+            if name not in TABLE_NAMES or not isinstance(table, nn.Embedding):
                 continue
             offset = int(getattr(table, "offset", 0))
             counts_offset = offset == 0 and table.padding_idx is not None

@@ -23,34 +23,54 @@ from attnzoo.contract.padding import values_are_known
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf import seam
 from attnzoo.hf.attention.call import ForwardArguments, layer_backend
-from attnzoo.hf.attention.packing import Packing
+from attnzoo.hf.attention.packing import (
+    Packing,
+    add_position_starts,
+    join_starts,
+    restarting_positions,
+)
 from attnzoo.hf.models.documents import keeps_cache, restarts
+from attnzoo.hf.models.positions import TABLE_NAMES
 from attnzoo.hf.names import NAME
 
 # What models read that make positions from the mask, or from images
 OWN_POSITIONS = frozenset({"cumsum", "get_rope_index", "compute_3d_position_ids"})
 FIRST_POSITION = {"paligemma": 1}  # where it is not 0
 _HANDLE = "_attnzoo_positions"  # attribute of hooked models
+TAKES_NONE = (
+    "{name} counts positions from the start of the row and takes no position_ids, so rows of "
+    "several documents are not supported; pass one document a row"
+)
 ADVICE = "pass neither attention_mask, if all tokens are real, nor a cache (use_cache=False)"
 
 
 class PositionHook(ForwardArguments):
     """A forward pre-hook on a model that adds positions, or the documents that they separate.
 
+    It reads the borders of documents once per call, from the packing arguments and the positions,
+    which must agree.
+
     Args:
         model: The model.
+        layers: The backends of its layers.
         config: Of a swapped layer; says whether the swap runs.
-        counts: Whether to count positions from the first real token of each row, if none are given.
-            Learned embeddings differ between families and keep the model's own.
     """
 
-    def __init__(self, model: Any, config: Any, *, counts: bool) -> None:
+    def __init__(self, model: Any, layers: list[Any], config: Any) -> None:
         super().__init__(type(model).forward)
         signature = inspect.signature(inspect.unwrap(type(model).forward))
         self.passes_on = any(x.kind is x.VAR_KEYWORD for x in signature.parameters.values())
-        self.config, self.counts = config, counts
+        self.takes_positions = "position_ids" in self.names
+        self.config = config
+        # Whether to count positions from the first real token of each row, if none are given.
+        # Learned embeddings differ between families and keep the model's own.
+        exact = all(backend.capabilities.exact for backend in layers)
+        self.counts = takes_positions(model) and not exact and has_rotary_positions(model)
+        self.absolute = self.counts or has_position_table(model)
+        self.causal = any(backend.geometry.causal for backend in layers)
+        self.mask_reads_positions = _mask_reads_positions(model)
         self.recurrent = seam.has_recurrent_layers(model)  # a DocumentHook serves all its layers
-        self.first = FIRST_POSITION.get(model.config.model_type, 0)
+        self.first = first_position(model)
 
     def __call__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -58,8 +78,8 @@ class PositionHook(ForwardArguments):
         """Return other arguments; ``None`` leaves them as they are.
 
         Raises:
-            UnsupportedError: The positions are not a row per sequence, or separate documents that
-                the model's layers would not know.
+            UnsupportedError: The positions are not a row per sequence, disagree with the packing
+                arguments, or separate documents that the model's layers would not know.
         """
         tokens = self.get(("input_ids", "inputs_embeds"), args, kwargs)
         if tokens is None or self.config._attn_implementation != NAME:
@@ -75,25 +95,88 @@ class PositionHook(ForwardArguments):
             _check_positions(positions)
             if self.counts and not isinstance(past, Tensor) and not past:
                 _refuse_shared_positions(padding, positions, tokens.shape[0])
-            is_known = any(kwargs.get(name) is not None for name in Packing._fields)
-            if is_known or self.recurrent or isinstance(past, Tensor) or past:
+        packing = Packing(*(kwargs.get(name) for name in Packing._fields))
+        new = None
+        if packing.given() and not self.recurrent and not (packing.has_lengths and _is_later(past)):
+            made = self._positions_of(model, packing, positions, padding, tokens)
+            if made is not None and not _is_later(past):  # the layers refuse borders there
+                return (), given | {"position_ids": made}
+        if positions is not None:
+            if packing.given() or self.recurrent or isinstance(past, Tensor) or past:
                 return None
             has_cache = cache is not None or keeps_cache(model, given)
-            documents = documents_of(positions, mask, has_cache=has_cache)
-            new = None if documents is None else {"seq_idx": documents}
-            if documents is not None and not self.passes_on:
-                raise UnsupportedError(
-                    f"position_ids begin again inside of a row, which {type(model).__name__} does "
-                    f"not tell its layers beside a mask or a cache; {ADVICE}"
-                )
+            new = self._documents_of(model, positions, mask, has_cache)
         elif self.counts and padding is not None:
-            if "position_ids" not in self.names:
+            if not self.takes_positions:
                 _refuse_left_padding(model, padding)
                 return None
             new = {"position_ids": row_positions(padding, tokens, past) + self.first}
-        else:
-            new = None
         return None if new is None else ((), given | new)
+
+    def _positions_of(
+        self,
+        model: nn.Module,
+        packing: Packing,
+        positions: Tensor | None,
+        padding: Tensor | None,
+        x: Tensor,
+    ) -> Tensor | None:
+        """Return positions that restart with each packed sequence; ``None``: no others than given.
+
+        Args:
+            model: The model.
+            packing: The packing arguments, one at least.
+            positions: Positions that must restart at the same tokens, or nowhere.
+            padding: ``[B, S]``, 0 at padding.
+            x: The new tokens, ``[B, T, ...]``.
+        """
+        batch, tokens = x.shape[:2]
+        if packing.shape_reasons(batch, tokens):
+            return None  # the layers refuse the call with all its reasons
+        starts, is_compared = packing.starts(tokens), packing.is_before_end(tokens)
+        real = None if padding is None else padding[:, -tokens:].to(x.device).bool()
+        if real is not None:
+            is_compared = is_compared & (real[:, 1:] & real[:, :-1])
+        flat = positions if positions is not None and positions.ndim == 2 else None
+        if flat is not None:
+            add_position_starts(starts, flat, is_compared)
+        union = join_starts(starts, is_compared).expand(batch, -1).to(x.device)
+        name = type(model).__name__
+        if not self.takes_positions:
+            if self.absolute:
+                _refuse(union.any(), TAKES_NONE.format(name=name))
+            return None
+        if positions is not None and flat is None:
+            goes_on = (union & (positions[-3].diff(dim=1) == 1)).any()
+            _refuse(goes_on, f"position_ids of {name} do not begin again with each packed sequence")
+            return None
+        return restarting_positions(
+            union, flat, real=real, is_compared=is_compared, first=self.first
+        )
+
+    def _documents_of(
+        self, model: nn.Module, positions: Tensor, mask: Any, has_cache: bool
+    ) -> dict[str, Tensor] | None:
+        """Return ``seq_idx`` of documents that only the positions separate, or ``None``."""
+        read = self.mask_reads_positions
+        if not read and not self.causal:
+            return None  # as in the stock model
+        own = self.first if has_position_table(model) else 0
+        advice = ADVICE if read else "give their borders as seq_idx too"
+        documents = documents_of(
+            positions - own, mask, has_cache=has_cache or not read, advice=advice
+        )
+        if documents is None:
+            return None
+        name = type(model).__name__
+        if self.absolute and not self.takes_positions:
+            raise UnsupportedError(TAKES_NONE.format(name=name))
+        if not self.passes_on:
+            raise UnsupportedError(
+                f"position_ids begin again inside of a row, which {name} does not tell its layers "
+                f"beside a mask or a cache; {advice}"
+            )
+        return {"seq_idx": documents}
 
 
 def row_positions(mask: Tensor, tokens: Tensor, past: int | Tensor) -> Tensor:
@@ -109,7 +192,9 @@ def row_positions(mask: Tensor, tokens: Tensor, past: int | Tensor) -> Tensor:
     return rows.clamp(min=0)
 
 
-def documents_of(positions: Tensor, mask: Any, *, has_cache: bool) -> Tensor | None:
+def documents_of(
+    positions: Tensor, mask: Any, *, has_cache: bool, advice: str = ADVICE
+) -> Tensor | None:
     """Return the document of each token where positions begin again at 0, ``[B, T]``, or ``None``.
 
     Positions of padding on the left, of trees, and of M-RoPE do not. Without a mask and a cache the
@@ -119,7 +204,9 @@ def documents_of(positions: Tensor, mask: Any, *, has_cache: bool) -> Tensor | N
     Args:
         positions: ``[B or 1, T]``; those of M-RoPE have a further dimension.
         mask: The argument ``attention_mask``.
-        has_cache: Whether a cache is given, which is empty, or will be made.
+        has_cache: Whether a cache is given, which is empty, or will be made; or the model makes
+            masks without positions.
+        advice: What to do in a compiled graph.
     """
     if positions.ndim != 2 or (mask is None and not has_cache):
         return None
@@ -131,7 +218,7 @@ def documents_of(positions: Tensor, mask: Any, *, has_cache: bool) -> Tensor | N
     if mask is not None:
         is_packed = is_packed & mask.bool().all()
     if not values_are_known(positions):
-        torch._assert_async(~is_packed, f"position_ids begin again inside of a row; {ADVICE}")
+        torch._assert_async(~is_packed, f"position_ids begin again inside of a row; {advice}")
         return None
     if not bool(is_packed):
         return None
@@ -189,6 +276,21 @@ def _padding_of(mask: Any) -> Tensor | None:
     return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
 
+def _is_later(past: int | Tensor) -> bool:
+    """Return whether a call may follow earlier tokens; a static cache counts them in a tensor."""
+    if isinstance(past, Tensor):
+        return not values_are_known(past) or bool(past)
+    return past > 0
+
+
+def _refuse(condition: Tensor, message: str) -> None:
+    """Raise if ``condition`` holds; a graph when it runs."""
+    if not values_are_known(condition):
+        torch._assert_async(~condition, message)
+    elif bool(condition):
+        raise UnsupportedError(message)
+
+
 def _check_positions(positions: Tensor) -> None:
     if positions.ndim == 3 and positions.shape[0] == 1:
         raise UnsupportedError(
@@ -219,23 +321,58 @@ def has_rotary_positions(model: nn.Module) -> bool:
     return any(name.endswith("inv_freq") for name, _ in model.named_buffers())
 
 
+def has_position_table(model: nn.Module) -> bool:
+    """Return whether a model adds an embedding of positions, learned or computed."""
+    return any(hasattr(module, name) for module in model.modules() for name in TABLE_NAMES)
+
+
+def first_position(model: Any) -> int:
+    """Return the first position of a row; tables like RoBERTa's begin with rows of padding."""
+    for module in model.modules():
+        for name in TABLE_NAMES:
+            table = getattr(module, name, None)
+            if isinstance(table, nn.Embedding) and table.padding_idx is not None:
+                return table.padding_idx + 1
+    return FIRST_POSITION.get(model.config.model_type, 0)
+
+
+def _mask_reads_positions(model: nn.Module) -> bool:
+    """Return whether a model makes its mask with the positions, of which it reads documents."""
+    code = seam.forward_code(model)
+    keywords = [] if code is None else [x for x in code.co_consts if isinstance(x, tuple)]
+    return any({"position_ids", "config"} <= set(x) for x in keywords)
+
+
+def _serves_layers(owner: Any, layers: list[Any]) -> bool:
+    """Return whether a model takes tokens and a mask, and has swapped layers of no inner model."""
+    arguments = ForwardArguments(type(owner).forward).names
+    if not {"input_ids", "inputs_embeds"} & set(arguments):
+        return False
+    inner = {
+        x for part in seam.pretrained_models(owner) if part is not owner for x in part.modules()
+    }
+    return bool(set(seam.ATTENTION_MASK) & set(arguments)) and any(x not in inner for x in layers)
+
+
 def _names(argument: Any) -> tuple[Any, ...]:
     """Return the names that an instruction stores; newer Python joins two instructions."""
     return argument if isinstance(argument, tuple) else (argument,)
 
 
 def add_position_hooks(model: nn.Module) -> None:
-    """Register the hook on the models in ``model`` that count positions or make masks."""
+    """Register the hook on the models in ``model`` that count positions or make masks.
+
+    And on those whose own layers are swapped, which know packed sequences.
+    """
     remove_position_hooks(model)
     backends = ((module, layer_backend(module)) for module in model.modules())
     swapped = [(x, backend) for x, backend in backends if backend is not None]
     for owner in seam.pretrained_models(model):
         inner = set(owner.modules())
         found: list[Any] = [(x, backend) for x, backend in swapped if x in inner]
-        if found and takes_positions(owner):
-            exact = all(backend.capabilities.exact for _, backend in found)
-            counts = not exact and has_rotary_positions(owner)
-            hook = PositionHook(owner, found[0][0].config, counts=counts)
+        layers = [module for module, _ in found]
+        if found and (takes_positions(owner) or _serves_layers(owner, layers)):
+            hook = PositionHook(owner, [backend for _, backend in found], layers[0].config)
             vars(owner)[_HANDLE] = owner.register_forward_pre_hook(hook, with_kwargs=True)
 
 
