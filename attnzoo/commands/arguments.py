@@ -35,7 +35,7 @@ GROUPS: Mapping[str, Mapping[str, Sequence[str]]] = {
         ),
         "Distillation": (
             *("max_steps", "learning_rate", "top_k", "cross_entropy", "hidden_states"),
-            *("teacher_dtype", "window_dropout", "always_train", "cp_size"),
+            *("teacher_dtype", "window_dropout", "disable_dropout", "always_train", "cp_size"),
         ),
         "Of transformers' TrainingArguments; --help-all shows all": (
             *("output_dir", "per_device_train_batch_size", "gradient_accumulation_steps"),

@@ -98,6 +98,7 @@ class RecoveryArguments(TrainingArguments):
         "of the copy that --train full has; default: float32",
         choices=TEACHER_DTYPES,
     )
+    disable_dropout: bool = _option(True, "disable the model's dropout, which its config keeps")
     always_train: bool = _option(False, "train also if the swap starts where softmax is")
     window_dropout: float = _option(0.0, "initial fraction of heads without their window")
     cp_size: int = _option(1, "processes that split a row (context parallelism)")

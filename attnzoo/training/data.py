@@ -59,7 +59,7 @@ class RowOptions:
     seed: int = 0
 
 
-def load_rows(path: Path, data: Sequence[Path | str], args: Any) -> tuple[Rows, Rows]:
+def load_rows(path: Path | str, data: Sequence[Path | str], args: Any) -> tuple[Rows, Rows]:
     """Return packed training rows and held-out rows in a model's tokens.
 
     Args:
@@ -70,6 +70,7 @@ def load_rows(path: Path, data: Sequence[Path | str], args: Any) -> tuple[Rows, 
     Raises:
         DataError: The data cannot be read, have no completions, or are shorter than a row.
     """
+    path = Path(path)
     vocab_size = read_field(read_config(path).get_text_config(), "vocab_size")
     if vocab_size is None:
         raise SpecError(f"{str(path)!r} holds no model of text; give a language model")

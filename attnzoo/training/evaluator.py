@@ -278,6 +278,7 @@ def evaluate(
     Raises:
         AttnzooError: An argument is invalid.
     """
+    path, data = Path(path), [Path(x) for x in data]
     _check_arguments(path, data, tasks, original)
     judge = None
     if data:

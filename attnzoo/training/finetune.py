@@ -97,6 +97,7 @@ def finetune(
     Raises:
         AttnzooError: An argument is invalid.
     """
+    path = Path(path)
     about = {"model": str(path), "spec": spec and spec.to_dict(), "data": [*map(str, data)]}
     given = {name: getattr(args, name) for name in IDENTITY if hasattr(args, name)}
     folder = RunFolder(Path(str(args.output_dir)), {**about, "config": given}, RESULTS)

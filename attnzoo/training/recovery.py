@@ -26,7 +26,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.kernel_checks import check_model_kernels
 from attnzoo.evaluation.quality import NonFiniteError, contributions
-from attnzoo.evaluation.rows import Rows, predictions
+from attnzoo.evaluation.rows import Rows, predictions, separates_documents
 from attnzoo.hf.adapters.lora import add_adapters, require_peft, with_adapters
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.names import NAME
@@ -147,7 +147,8 @@ class Recovery:
 
     def load(self, **options: Any) -> PreTrainedModel:
         """Return the swapped model with its saved weights; ``options`` are of ``load_model``."""
-        return load_causal(self.path, self.spec, disable_dropout=True, **options)
+        options["disable_dropout"] = self.args.disable_dropout
+        return load_causal(self.path, self.spec, **options)
 
     def load_model(self) -> Any:
         """Return the model that is trained, on its device.
@@ -189,6 +190,7 @@ class Recovery:
                 return finished
             self.evaluator = self.make_evaluator()
             self.check_kernels()
+            self.warn_of_mixed_documents()
             self.evaluate_baselines()
             further: dict[str, Any] = {}
             model = self.model
@@ -225,6 +227,17 @@ class Recovery:
             log=self.log,
         )
         return found
+
+    def warn_of_mixed_documents(self) -> None:
+        """Say if the model reads over the borders of documents in a row, which training packs."""
+        rows = self.rows
+        if isinstance(rows, Rows) and rows.is_packed:
+            with evaluation_mode(self.model), torch.no_grad():
+                if not separates_documents(self.model, rows.select(slice(2))):
+                    self.log(
+                        "this model does not separate the documents of a row by their positions: "
+                        "training mixes them, measurements do not; give documents as long as a row"
+                    )
 
     def check_kernels(self) -> None:
         """Check the GPU kernels that the model needs and that have no verdict yet."""
@@ -602,7 +615,8 @@ class EncoderRecovery(Recovery):
     def load(self, **options: Any) -> PreTrainedModel:
         """Return the swapped model with its saved weights, in the class it was saved in."""
         cls = model_class(read_config(self.path), self.path)
-        return load_model(self.path, self.spec, cls, disable_dropout=True, **options)
+        options["disable_dropout"] = self.args.disable_dropout
+        return load_model(self.path, self.spec, cls, **options)
 
     def make_evaluator(self) -> Any:
         """Return what compares embeddings."""

@@ -101,7 +101,8 @@ class StudentRecovery(Recovery):
     def load(self, **options: Any) -> PreTrainedModel:
         """Return the student, whose recurrent layers run on attnzoo's ops on CPUs."""
         config = read_config(self.path)
-        set_dropout(config)
+        if self.args.disable_dropout:
+            set_dropout(config)
         options["config"] = config
         model: PreTrainedModel = load_pretrained(AutoModelForCausalLM, self.path, **options)
         model.register_forward_pre_hook(separate_documents, with_kwargs=True)

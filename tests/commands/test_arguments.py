@@ -18,7 +18,7 @@ from attnzoo.training.arguments import RecoveryArguments
 RECIPES = sorted((Path(arguments.__file__).parents[1] / "training" / "recipes").glob("*.yaml"))
 OF_TRL = {  # fields of SFTConfig and ModelConfig
     *("lora_r", "lora_alpha", "lora_target_modules", "dtype", "load_in_4bit"),
-    *("dataset_text_field", "max_length", "completion_only_loss"),
+    *("dataset_text_field", "max_length", "completion_only_loss", "disable_dropout"),
 }
 
 

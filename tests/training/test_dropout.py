@@ -56,11 +56,15 @@ def test_losses_are_those_of_a_model_without_dropout(text, tmp_path):
     paths = {
         "disabled": save(tmp_path / "dropout", "gpt2"),
         "without": save(tmp_path / "none", "gpt2", **none),
+        "enabled": tmp_path / "dropout",
     }
     found = {}
     for name, path in paths.items():
-        args = arguments(tmp_path / name / "out", transfer_steps=1, max_steps=2)
+        options = {"disable_dropout": name != "enabled", "always_train": True}
+        args = arguments(tmp_path / name / "out", transfer_steps=1, max_steps=2, **options)
         found[name] = losses(recover(path, SPEC, [text], args))
         saved = hf.AutoConfig.from_pretrained(tmp_path / name / "out")
         assert saved.resid_pdrop == (0 if name == "without" else P)
     assert found["disabled"] == found["without"]
+    pairs = zip(found["enabled"], found["without"], strict=True)
+    assert all(abs(a[2] - b[2]) > 1e-4 * b[2] for a, b in pairs)

@@ -20,7 +20,10 @@ WEIGHTS = frozenset(
 WEIGHTS_INDEX = (".bin.index.json", ".safetensors.index.json")
 # results of attnzoo's own commands, and a PEFT adapter, which is merged or belongs to other weights
 NOT_COPIED = frozenset(
-    {"recovery.json", "finetuning.json", "losses.jsonl", "report.html", "adapter_config.json"}
+    {
+        *("recovery.json", "finetuning.json", "losses.jsonl", "report.html"),
+        *("adapter_config.json", "README.md"),  # a card says what the original model scores
+    }
 )
 CODE = frozenset({".py", ".pyc", ".so", ".pyd", ".dll", ".dylib", ".sh"})
 

@@ -34,6 +34,7 @@ LEFT_OUT = {
     ".git/config": "",
     "2_Dense/.cache/lock": "",
     "recovery.json": "{}",
+    "README.md": "# Base",
     "adapter_config.json": "{}",
 }
 
