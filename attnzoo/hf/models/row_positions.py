@@ -307,8 +307,8 @@ def takes_positions(model: nn.Module) -> bool:
     code = seam.forward_code(model)
     if code is None or not OWN_POSITIONS.isdisjoint(code.co_names):
         return False
-    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    if not set(seam.ATTENTION_MASK) <= set(arguments):
+    arguments = _arguments(code)
+    if not set(seam.ATTENTION_MASK) <= arguments:
         return False
     stored = (x.argval for x in dis.get_instructions(code) if x.opname.startswith("STORE"))
     counts = "arange" in code.co_names and any("position_ids" in _names(x) for x in stored)
@@ -345,13 +345,19 @@ def _mask_reads_positions(model: nn.Module) -> bool:
 
 def _serves_layers(owner: Any, layers: list[Any]) -> bool:
     """Return whether a model takes tokens and a mask, and has swapped layers of no inner model."""
-    arguments = ForwardArguments(type(owner).forward).names
-    if not {"input_ids", "inputs_embeds"} & set(arguments):
+    arguments = _arguments(seam.forward_code(owner))
+    if not {"input_ids", "inputs_embeds"} & arguments or not arguments & set(seam.ATTENTION_MASK):
         return False
     inner = {
         x for part in seam.pretrained_models(owner) if part is not owner for x in part.modules()
     }
-    return bool(set(seam.ATTENTION_MASK) & set(arguments)) and any(x not in inner for x in layers)
+    return any(x not in inner for x in layers)
+
+
+def _arguments(code: Any) -> set[str]:
+    """Return the names of a function's arguments; a class that only creates others has none."""
+    count = 0 if code is None else code.co_argcount + code.co_kwonlyargcount
+    return set(code.co_varnames[:count]) if count else set()
 
 
 def _names(argument: Any) -> tuple[Any, ...]:
