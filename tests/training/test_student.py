@@ -210,8 +210,11 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_settings_that_do_not_apply_are_refused(name):
     changes, message = REFUSED[name]
+    args = config()
+    for field, value in changes.items():
+        setattr(args, field, value)
     with pytest.raises(ConfigError, match=message):
-        module.require_student_settings(config(**changes))
+        module.require_student_settings(args)
 
 
 def test_models_that_do_not_match_are_refused(one_pair, tmp_path):
