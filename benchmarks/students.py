@@ -40,13 +40,12 @@ from attnzoo.hf.saving.files import read_config
 from attnzoo.hf.stock.classes import classes_for
 from attnzoo.hf.stock.convert import convert_files
 from attnzoo.spec import AttentionSpec
+from attnzoo.training.arguments import RecoveryArguments
+from attnzoo.training.data import RowOptions, load_rows
 from attnzoo.training.eval_rows import rows_to_eval_batch
-from attnzoo.training.loading import load_rows
 from attnzoo.training.plan import make_plan
 from attnzoo.training.quality import Quality, as_dicts, evaluate_rows
-from attnzoo.training.recipes import recipe_config
 from attnzoo.training.recover import recover
-from attnzoo.training.train_config import TrainConfig
 from benchmarks.byte_tokenizer import as_tokenizer_json
 from benchmarks.recover import FOLDERS
 
@@ -54,6 +53,16 @@ ROWS = {512: 32, 4096: 8}  # rows that are evaluated, by their length
 SHOWN = ("loss", "recall", "loss_share", "recall_share", "agreement")
 EQUAL = 152  # keys of a window with the memory of a recurrent layer of the student
 DELTA = {"feature_map": "hedgehog_exp", "short_convolution": 4, "output_gate": True}
+
+STEPS = {"transfer_steps": 240, "max_steps": 100}
+RECIPE = {  # those of the recipes student_transfer and student_distil, with rows of 2 in both
+    "train": "full",
+    "learning_rate": 1e-4,
+    "extras_learning_rate": 4e-4,
+    "transfer_learning_rate": 3e-3,
+    "repeat_share": 0.5,
+    "per_device_train_batch_size": 2,
+}
 
 app = typer.Typer(add_completion=False)
 Teacher = Annotated[
@@ -108,14 +117,13 @@ def write(line: dict[str, Any], out: Path | None) -> None:
 
 def held_out(teacher: Path, length: int) -> EvalBatch:
     """Return the held-out rows of the runs, or as much text in rows of another length."""
-    rows = load_rows(teacher, data(), "text", recipe_config("student", row_length=length))[1]
+    rows = load_rows(teacher, data(), RowOptions(max_length=length))[1]
     return rows_to_eval_batch(rows, ROWS[length])
 
 
 def planned(teacher: Path, window: int, keep: float) -> AttentionSpec:
     """Return a plan with windows of one size, which nothing was trained for."""
-    config = TrainConfig(row_length=512, repeat_share=1.0)
-    rows = load_rows(teacher, data(), "text", config)[0].select(slice(8))
+    rows = load_rows(teacher, data(), RowOptions(repeat_share=1.0))[0].select(slice(8))
     name = f"flash:window={window}"
     candidates = {name: AttentionSpec("flash", window=window)}
     return make_plan(teacher, rows, candidates, keep_softmax=keep).spec
@@ -200,29 +208,32 @@ def train(
     torch.set_num_threads(1)
     if mechanism not in ("stock", "delta"):
         raise typer.BadParameter(f"--mechanism must be stock or delta, got {mechanism!r}")
-    recipe = recipe_config("student")
-    steps = {
-        name: round(times * getattr(recipe, name)) for name in ("transfer_steps", "distil_steps")
+    given = {
+        **{name: round(times * count) for name, count in STEPS.items()},
+        **json.loads(settings),
     }
-    given = {**steps, **json.loads(settings)}
     for seed in seeds or [0]:
         start = time.monotonic()
-        config = recipe_config("student", seed=seed, precision=precision, entropy_every=0, **given)
         line = {"mechanism": mechanism, "layers": layers, "seed": seed, "times": times}
         with tempfile.TemporaryDirectory() as folder, teacher_folder(teacher) as source:
             line["teacher"] = read_config(source).model_type
-            result = Path(folder, "result")
-            found = run(source, layers, mechanism, result, config)
+            args = RecoveryArguments(
+                str(Path(folder, "result")),
+                bf16=precision == "bf16",
+                use_cpu=not torch.accelerator.is_available(),
+                seed=seed,
+                **{**RECIPE, **given},
+            )
+            found = run(source, layers, mechanism, args)
             seconds = round(time.monotonic() - start)
-            more = {"4096": long_loss(source, result)} if long_rows else {}
-        rows = {"batch_size": config.loop.batch_size, "distil_batch": config.distil_batch}
-        line |= {**rows, **given, "precision": precision, "seconds": seconds}
+            more = {"4096": long_loss(source, Path(folder, "result"))} if long_rows else {}
+        line |= {**given, "precision": precision, "seconds": seconds}
         more |= {"equal_window": found["equal_window"], "verdict": found["verdict"]}
         write({**line, "lines": shown(found["lines"]), **more}, out)
 
 
-def run(teacher: Path, layers: str, mechanism: str, result: Path, config: Any) -> dict[str, Any]:
-    """Train one student into the folder ``result``; return the content of ``recovery.json``."""
+def run(teacher: Path, layers: str, mechanism: str, args: RecoveryArguments) -> dict[str, Any]:
+    """Train one student; return the content of ``recovery.json``."""
 
     def log(text: str) -> None:
         print(text, flush=True)
@@ -230,16 +241,11 @@ def run(teacher: Path, layers: str, mechanism: str, result: Path, config: Any) -
     if mechanism == "delta":
         options = {"backend": "delta", "options": DELTA}
         return recover(
-            teacher,
-            AttentionSpec("flash", layers={layers: options}),
-            data(),
-            result,
-            config,
-            log=log,
+            teacher, AttentionSpec("flash", layers={layers: options}), data(), args, log=log
         )
-    student = result.with_name("student")
+    student = Path(args.output_dir).with_name("student")
     convert_files(teacher, student_class(teacher), student, recurrent=layers)
-    return recover(student, None, data(), result, config, teacher=teacher, log=log)
+    return recover(student, None, data(), args, teacher=teacher, log=log)
 
 
 def long_loss(teacher: Path, result: Path) -> dict[str, float | None]:

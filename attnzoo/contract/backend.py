@@ -27,7 +27,6 @@ from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import AttentionOutput, ImplChoice, keep_pool
 from attnzoo.contract.validation import DTYPES, qkv_reasons, refuse_output
 from attnzoo.errors import UnsupportedError, check_registered_class, check_registered_name
-from attnzoo.runtime.derivatives import is_transformed
 
 B = TypeVar("B", bound="type[AttentionBackend]")
 ONLY_IMPLEMENTATION = ImplChoice("reference", "the only implementation")
@@ -435,7 +434,9 @@ class AttentionBackend(nn.Module):
         """Run :meth:`attend`, also on empty inputs and packed rows, and set ``ran``."""
         if 0 in (*inputs.q.shape, *inputs.k.shape):
             return attend_to_nothing(self._attend, inputs)
-        if not torch.compiler.is_compiling() and is_transformed():
+        # of torch.func; is_transformed() would be one more call in every layer
+        mapped = torch._C._functorch.peek_interpreter_stack() is not None
+        if mapped and not torch.compiler.is_compiling():
             fields = inputs.mask.mapped_fields()
             if fields:
                 return self._attend_mapped(inputs, fields)

@@ -213,7 +213,10 @@ def select_if_supported(
             return None
         note = named.note(call) if named.note else ""
         return named, _with(named.named, note) if note else named.named
-    table, refused, onnx = _AUTOMATIC[op], [], exports_to_onnx()
+    table, refused = _AUTOMATIC[op], []
+    # exports_to_onnx() without a call, of which every layer makes one
+    recorded = torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None
+    onnx = recorded and exports_to_onnx()
     for each in table.get(call.q.device.type, table[""]):
         if onnx and not each.onnx:
             refused.append(f"{each.name} cannot: {NOT_IN_ONNX}")

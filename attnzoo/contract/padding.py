@@ -70,6 +70,8 @@ def has_gaps(padding: Tensor) -> bool:
 
     Waits for a device.
     """
+    if not padding.shape[1]:
+        return False
     if not values_are_known(padding):
         return True
     starts = padding[:, 0].int() + (padding[:, 1:] & ~padding[:, :-1]).sum(1)

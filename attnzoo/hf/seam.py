@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -78,7 +77,6 @@ __all__ = [
     "set_implementation",
     "sub_configs",
     "submodels",
-    "trainer_optimizer",
 ]
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the name of the interface in modelling files
@@ -571,26 +569,3 @@ def document_masks(model: Any, position_ids: Tensor) -> dict[str, Any]:
         **given,
     )
     return {"full_attention": mask, "linear_attention": None}
-
-
-def trainer_optimizer(name: str, betas: tuple[float, float]) -> tuple[Any, dict[str, Any]]:
-    """Return the class of an optimizer of transformers' ``Trainer``, and its arguments.
-
-    Args:
-        name: One of transformers' ``OptimizerNames``.
-        betas: Of Adam; other optimizers do not get them.
-    """
-    from transformers import Trainer
-    from transformers.training_args import OptimizerNames
-
-    # TrainingArguments would set up the devices of a run that Accelerate has set up
-    arguments: Any = SimpleNamespace(
-        optim=OptimizerNames(name),
-        optim_args=None,
-        learning_rate=0.0,  # groups have rates of their own
-        adam_beta1=betas[0],
-        adam_beta2=betas[1],
-        adam_epsilon=1e-8,
-    )
-    cls, options = Trainer.get_optimizer_cls_and_kwargs(arguments)
-    return cls, {k: x for k, x in options.items() if k != "lr"}

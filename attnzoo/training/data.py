@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from glob import escape
 from itertools import chain
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 
 from attnzoo.errors import AttnzooError, SpecError
 from attnzoo.evaluation.corpus import MIN_REPEAT_LENGTH, add_repeats
@@ -24,6 +26,7 @@ from attnzoo.evaluation.data import load_tokenizer
 from attnzoo.evaluation.models import max_positions
 from attnzoo.evaluation.rows import IGNORE_INDEX, Rows, pack_documents
 from attnzoo.hf.configs import read_field
+from attnzoo.hf.pretrained import UNREADABLE
 from attnzoo.hf.saving.files import read_config
 from attnzoo.optional_packages import OptionalPackage
 from attnzoo.training.arguments import token_count
@@ -387,12 +390,24 @@ def pack_examples(examples: datasets.Dataset, tokenizer: Any, length: int) -> Ro
     )
 
 
+@contextmanager
+def _explain_template_errors() -> Iterator[None]:
+    """Context in which errors of a chat template, which came with a model, say what it is."""
+    try:
+        yield
+    except (TemplateError, *UNREADABLE) as error:
+        raise DataError(
+            "The tokenizer's chat template cannot write the messages in the data: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
 def tokenize_example(example: dict[str, Any], tokenizer: Any) -> dict[str, list[int]]:
     """Return the tokens of an example, with labels for those of its completions.
 
     Raises:
         DataError: The example has messages, and the tokenizer no chat template that marks those of
-            the assistant.
+            the assistant, or one that cannot write them.
     """
     messages, chat = example.get("messages"), not isinstance(example.get("prompt"), str)
     if chat and getattr(tokenizer, "chat_template", None) is None:
@@ -408,11 +423,13 @@ def tokenize_example(example: dict[str, Any], tokenizer: Any) -> dict[str, list[
                 "TRL has none for it; add it, or give 'prompt' and 'completion'"
             ) from error
         options = {"return_dict": True, "return_assistant_tokens_mask": True}
-        found = tokenizer.apply_chat_template(messages, chat_template=template, **options)
+        with _explain_template_errors():
+            found = tokenizer.apply_chat_template(messages, chat_template=template, **options)
         ids, mask = found["input_ids"], found["assistant_masks"]
     else:
         end = "" if chat else tokenizer.eos_token or ""
-        rendered = trl.maybe_apply_chat_template(example, tokenizer)
+        with _explain_template_errors():
+            rendered = trl.maybe_apply_chat_template(example, tokenizer)
         text = rendered["prompt"] + rendered["completion"]
         ids = _ids(tokenizer, text if text.endswith(end) else text + end)
         # a token that merges the end of the prompt with the completion is predicted too

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -232,8 +232,8 @@ class EncoderEvaluator:
 
 
 def evaluate(
-    path: Path,
-    data: list[Path],
+    path: str | Path,
+    data: Sequence[str | Path],
     *,
     column: str = "text",
     row_length: int = 512,
@@ -242,7 +242,7 @@ def evaluate(
     control: int | None = None,
     target_length: int | None = None,
     tasks: HarnessTasks | None = None,
-    original: Path | None = None,
+    original: str | Path | None = None,
     log: Log = lambda text: None,
 ) -> dict[str, Any]:
     """Compare a saved, swapped model with softmax, its window alone and the window of equal memory.
@@ -278,8 +278,7 @@ def evaluate(
     Raises:
         AttnzooError: An argument is invalid.
     """
-    path, data = Path(path), [Path(x) for x in data]
-    _check_arguments(path, data, tasks, original)
+    path, data = _check_arguments(path, data, tasks, original)
     judge = None
     if data:
         options = RowOptions(
@@ -327,13 +326,17 @@ def evaluate(
 
 
 def _check_arguments(
-    path: Path, data: list[Path], tasks: HarnessTasks | None, original: Path | None
-) -> None:
-    """Raise an error for a model or arguments that :func:`evaluate` does not take.
+    path: str | Path,
+    data: Sequence[str | Path],
+    tasks: HarnessTasks | None,
+    original: str | Path | None,
+) -> tuple[Path, list[Path]]:
+    """Return the paths of :func:`evaluate` as such.
 
     Raises:
         AttnzooError: An argument is invalid.
     """
+    path, files = Path(path), [Path(x) for x in data]
     if read_field(read_config(path), NAME) is None:
         raise SpecError(
             f"{str(path)!r} is not swapped, so there is nothing to compare; `attnzoo recover` and "
@@ -345,10 +348,11 @@ def _check_arguments(
         raise ConfigError("original is a line of tasks; give --tasks, or leave it out")
     require_causal(path, "evaluation measures text prediction")
     if original is not None:
-        require_causal(original, "tasks compare it with the swap")
+        require_causal(Path(original), "tasks compare it with the swap")
+    return path, files
 
 
-def _load(path: Path) -> Any:
+def _load(path: str | Path) -> Any:
     """Return a saved model in float32, on the accelerator if there is one."""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     model: Any = load_pretrained(AutoModelForCausalLM, path, dtype=torch.float32)

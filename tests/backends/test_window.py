@@ -10,7 +10,7 @@ from attnzoo.errors import ConfigError, UnsupportedError
 from attnzoo.ops.softmax.api import softmax_attention
 from attnzoo.registry import get_backend
 from attnzoo.testing import check_backend
-from attnzoo.training.window_dropout import draw_heads
+from attnzoo.training.callbacks import draw_heads
 from tests.helpers import HKV, D, E, H, M, build
 
 WINDOWED = [

@@ -3,7 +3,6 @@
 import dataclasses
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from attnzoo.commands import arguments
 from attnzoo.commands.spec_options import spec_of
 from attnzoo.errors import ConfigError
 from attnzoo.training.arguments import RecoveryArguments
+from tests.processes import run
 
 RECIPES = sorted((Path(arguments.__file__).parents[1] / "training" / "recipes").glob("*.yaml"))
 OF_TRL = {  # fields of SFTConfig and ModelConfig
@@ -43,7 +43,7 @@ def test_help_imports_no_library():
         "try:\n    main()\nexcept SystemExit:\n    pass\n"
         "print([x for x in ('torch', 'transformers', 'trl') if x in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run([sys.executable, "-c", code], check=True)
     assert done.stdout.splitlines()[-1] == "[]"
     assert "--transfer-steps N" in done.stdout
 

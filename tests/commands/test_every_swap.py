@@ -174,7 +174,7 @@ def test_every_backend_runs(backend, run, model, text, tmp_path):
 
 
 def test_examples_have_options_and_all_commands_are_called():
-    assert "block_sparse:score=indexer,block_size=1,top_k=50,window=16" in SWAPS
+    assert "block_sparse:score=indexer,block_size=1,top_k=50,window=16,num_sinks=0" in SWAPS
     assert "performer:num_features=256,window=64" in SWAPS
     assert set(ROTATED.values()) == set(COMMANDS)
 

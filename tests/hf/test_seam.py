@@ -6,7 +6,6 @@ import pytest
 import torch
 import transformers as hf
 from transformers import cache_utils
-from transformers.training_args import OptimizerNames
 
 import attnzoo
 from attnzoo.errors import UnsupportedError
@@ -15,7 +14,6 @@ from attnzoo.hf.attention.call import ForwardArguments, attention
 from attnzoo.hf.cache.state_layer import StaticStateLayer
 from attnzoo.hf.masks import make_mask
 from attnzoo.hf.models.speed_up import sped_up_layers
-from attnzoo.training.optimizer import OPTIMIZERS
 from tests.hf.models.test_speed_up import FAMILIES, SIZES
 
 UNKNOWN = r"'brand_new'.*transformers \d"
@@ -125,14 +123,3 @@ def test_norms_of_groups_of_granite_hybrids():
     other = torch.cat([10 * x[..., :32], x[..., 32:]], 2)
     own = torch.equal(norm(x)[..., 32:], norm(other)[..., 32:])
     assert seam.granite_normalizes_groups() == own
-
-
-def test_optimizers_of_the_trainer():
-    """By names that transformers knows; `attnzoo.training.optimizer` adds muon."""
-    known = {name.value for name in OptimizerNames}
-    assert set(OPTIMIZERS) - {"muon"} <= known
-    found = seam.trainer_optimizer("adamw_torch", (0.8, 0.9))
-    assert found == (torch.optim.AdamW, {"betas": (0.8, 0.9), "eps": 1e-8})
-    cls, options = seam.trainer_optimizer("adafactor", (0.8, 0.9))
-    assert cls.__name__ == "Adafactor"
-    assert options == {"scale_parameter": False, "relative_step": False}

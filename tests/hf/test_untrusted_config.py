@@ -15,9 +15,8 @@ from attnzoo.backends.feature_maps import config as feature_map_config
 from attnzoo.errors import AttnzooError, ConfigError, SpecError
 from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.hf.saving.files import empty_model, swap_files
-from attnzoo.training.loading import load_rows
+from attnzoo.training.data import RowOptions, load_rows
 from attnzoo.training.plan import read_plan
-from attnzoo.training.train_config import TrainConfig
 
 SCRIPT = """
 import sys
@@ -157,15 +156,15 @@ def test_folders_that_cannot_be_loaded_are_explained(llama, tmp_path, kind):
     folder, data = tmp_path / "model", tmp_path / "data.jsonl"
     shutil.copytree(embedded_model_path(), folder)
     turns = [{"role": x, "content": "a few words"} for x in ("user", "assistant")]
-    data.write_text(
-        f"{json.dumps({'messages': turns})}\n" * 40 + json.dumps({"messages": turns[:2] * 2})
-    )
+    prompts = [[{"role": "user", "content": f"a word {x}"}] for x in range(40)]
+    examples = [json.dumps({"prompt": x, "completion": turns[1:]}) for x in prompts]
+    data.write_text("\n".join(examples))
     *given, message = UNREADABLE[kind]
     change(folder, *given)
     if kind in ("tokenizer", "template"):
-        config = TrainConfig(row_length=64, train_on="completions")
+        options = RowOptions(max_length=64, completion_only_loss=True)
         with pytest.raises(AttnzooError, match=message):
-            load_rows(folder, [data], "text", config)
+            load_rows(folder, [data], options)
     else:
         with pytest.raises(AttnzooError, match=message):
             swap_files(folder, attnzoo.AttentionSpec("linear"), tmp_path / "out")

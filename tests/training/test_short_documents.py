@@ -323,7 +323,6 @@ def test_documents_of_models_that_read_the_place_in_a_row(family):
 @pytest.mark.parametrize("command", ["plan", "recover", "finetune", "evaluate"])
 def test_documents_beyond_the_positions_are_refused(command, gpt2, tmp_path, monkeypatch, capsys):
     """Before anything is measured; a row may be longer where its documents are not."""
-    monkeypatch.setattr(hf.GPT2LMHeadModel, "forward", None)
     (tmp_path / "long.txt").write_text("".join(sentences(2, [9000])))
     trains = command in ("recover", "finetune")
     given = ("--data", tmp_path / "long.txt", "--max-length" if trains else "--length", 161)
@@ -334,6 +333,7 @@ def test_documents_beyond_the_positions_are_refused(command, gpt2, tmp_path, mon
         gpt2 = tmp_path / "swapped"
     elif command != "plan":
         given += ("--attention", "linear", "--output-dir", tmp_path / "out")
+    monkeypatch.setattr(hf.GPT2LMHeadModel, "forward", lambda self: None)
     monkeypatch.setattr(sys, "argv", ["attnzoo", *map(str, (command, gpt2, *given))])
     with pytest.raises(SystemExit) as stop:
         main()

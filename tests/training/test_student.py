@@ -120,7 +120,8 @@ def recurrent_names(student):
 
 def test_documents_of_a_packed_row_do_not_see_each_other(folders):
     """The model is that of a run, whatever the run is."""
-    run = SimpleNamespace(path=folders / "student")
+    args = SimpleNamespace(disable_dropout=True)
+    run = SimpleNamespace(path=folders / "student", args=args)
     student = StudentRecovery.load(run, dtype=torch.float32).eval()
     tokens = torch.randint(2, 259, (1, 50), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(20), torch.arange(30)])[None]

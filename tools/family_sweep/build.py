@@ -32,6 +32,7 @@ class Family:
         layers: Names of all modules that call the attention interface.
         probes: Calls that execute as many of them as possible.
         reached: Names of the layers that the calls execute.
+        alone: Outputs of eager attention on the sequences of a packed row alone, by probe.
         expected: Outputs of eager attention, by probe and variant.
     """
 
@@ -40,6 +41,7 @@ class Family:
     layers: list[str]
     probes: list[Probe]
     reached: set[str]
+    alone: dict[int, list[Tensor]] = field(default_factory=dict)
     expected: dict[tuple[int, str], list[Tensor]] = field(default_factory=dict)
 
 
@@ -131,6 +133,8 @@ def build_family(model_type: str, gain: float = 1.5) -> Family | None:
             output = attempt(run)
             if output is not None and not _mixes_padding(probe, name, output):
                 family.expected[number, name] = output
+            if name == "packed" and (alone := attempt(probe.packed_alone)) is not None:
+                family.alone[number] = alone
     return family
 
 

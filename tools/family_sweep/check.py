@@ -19,7 +19,7 @@ from attnzoo.registry import get_backend
 from tools.family_sweep.build import Family
 from tools.family_sweep.controls import distance
 from tools.family_sweep.inputs import padding, words
-from tools.family_sweep.probe import Probe, tensors
+from tools.family_sweep.probe import Probe, by_token, tensors
 
 TOLERANCE = 1e-4  # float32
 
@@ -48,7 +48,11 @@ def exact_outcome(family: Family, backend: str) -> Outcome:
     for (number, name), expected in family.expected.items():
         run = dict(family.probes[number].variants())[name]
         try:
-            error_size = distance(run(), expected)
+            found = run()
+            error_size = distance(found, expected)
+            if name == "packed" and error_size > TOLERANCE and number in family.alone:
+                # where stock mixes packed sequences, a swap may separate them
+                error_size = distance(by_token(found), family.alone[number])
         except UnsupportedError as error:
             if name == "plain":
                 return Outcome(REFUSED, str(error), outcome.checked)

@@ -109,6 +109,8 @@ def insensitive_parts(family: Family) -> list[str]:
             refused = _refused(run)
         if refused:
             continue
+        if key[1] == "packed":  # which stock may mix
+            expected = run()
         for name in names - sensitive:
             seen.setdefault(name, set()).add(key)
             if name.startswith("layer ") and key[1] != "plain":

@@ -85,6 +85,11 @@ def additive(visible: Tensor) -> Tensor:
     return torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
 
 
+def by_token(found: list[Tensor]) -> list[Tensor]:
+    """Return the outputs that have a vector for each token."""
+    return [x for x in found if x.ndim > 2]
+
+
 class Probe:
     """One call of one model, in several variants.
 
@@ -152,6 +157,16 @@ class Probe:
         positions = torch.cat([torch.arange(7), torch.arange(LENGTH - 7)])[None]
         given = {**self.case.given, name: self.case.given[name][:1], "position_ids": positions}
         return tensors(self.call(given, **self._no_cache()))
+
+    def packed_alone(self) -> list[Tensor]:
+        """Return the outputs of the two sequences of :meth:`packed`, each alone."""
+        name, parts = self.case.steps, []
+        for own in (slice(7), slice(7, None)):
+            tokens = self.case.given[name][:1, own]
+            given = {**self.case.given, name: tokens}
+            given["position_ids"] = torch.arange(tokens.shape[1])[None]
+            parts.append(by_token(tensors(self.call(given, **self._no_cache()))))
+        return [torch.cat(both, 1) for both in zip(*parts, strict=True)]
 
     def dense(self) -> list[Tensor]:
         """Return the outputs under a random causal 4-D mask."""

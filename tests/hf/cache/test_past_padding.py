@@ -28,14 +28,14 @@ def mask(padding) -> Tensor:
 
 def step(model: Any, cache: Any, ids: Tensor, mask: Tensor | None, begin: int, end: int) -> Tensor:
     seen = None if mask is None else mask[:, :end]
-    places = torch.arange(begin, end)[None]
+    places = torch.arange(begin, end).expand(len(ids), -1)
     with torch.no_grad():
         given = {"attention_mask": seen, "position_ids": places, **cache_argument(cache)}
         return model(ids[:, begin:end], **given).logits
 
 
 def whole(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
-    places = torch.arange(ids.shape[1])[None]
+    places = torch.arange(ids.shape[1]).expand(len(ids), -1)
     with torch.no_grad():
         return model(ids, attention_mask=mask, position_ids=places, use_cache=False).logits
 
