@@ -174,10 +174,10 @@ def test_ops_and_backends_import_nothing_sideways():
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("attnzoo.ops.linear.chunk", "from attnzoo.ops.linear.api import linear_attention"),
+        ("attnzoo.ops.linear.torch", "from attnzoo.ops.linear.api import linear_attention"),
         ("attnzoo.ops.linear.cpu.linear", "from attnzoo.ops.linear import api"),
         ("attnzoo.ops.flash.api", "from attnzoo.ops.softmax.reference import run_reference"),
-        ("attnzoo.ops.linear.chunk", "from attnzoo.ops.linear.reference import run_reference"),
+        ("attnzoo.ops.linear.torch", "from attnzoo.ops.linear.reference import run_reference"),
         ("attnzoo.backends.delta", "from attnzoo.backends.linear import LinearBackend"),
         ("attnzoo.backends.parts.exact", "from attnzoo.backends.flash import FlashBackend"),
     ],

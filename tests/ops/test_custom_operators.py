@@ -69,9 +69,9 @@ def with_mask(op, **options):
 
 EITHER, CAUSAL_ONLY = (True, False), (True,)
 CASES = {
-    "linear": (linear, EITHER, ("cpp", "torch")),
-    "hybrid": (hybrid, EITHER, ("cpp", "torch")),
-    "delta": (delta, CAUSAL_ONLY, ("cpp", "torch")),
+    "linear": (linear, EITHER, ("cpp",)),
+    "hybrid": (hybrid, EITHER, ("cpp",)),
+    "delta": (delta, CAUSAL_ONLY, ("cpp",)),
     "flash": (with_mask(ops.flash_attention), EITHER, ("cpp",)),
     "longformer": (with_mask(ops.longformer_attention, window=4), EITHER, ("cpp",)),
     "lsh": (

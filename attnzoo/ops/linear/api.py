@@ -40,12 +40,9 @@ from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import AttentionOutput, LinearState, run_on_slots
 from attnzoo.contract.validation import check_qkv, check_sequences, check_shard, check_size
 from attnzoo.errors import UnsupportedError
-from attnzoo.ops.linear.bidirectional import run_bidirectional
-from attnzoo.ops.linear.chunk import run_chunks
 from attnzoo.ops.linear.common import (
     LinearInputs,
     MapWeights,
-    Result,
     check_feature_map,
     like_features,
     map_inputs,
@@ -58,6 +55,7 @@ from attnzoo.ops.linear.cpu.linear import cpp_reasons, fuses_map, run_cpp
 from attnzoo.ops.linear.cpu.linear_step import run_step_cpp, step_reasons
 from attnzoo.ops.linear.reference import run_recurrent_reference, run_reference
 from attnzoo.ops.linear.step import run_steps, step
+from attnzoo.ops.linear.torch import run_torch
 from attnzoo.ops.linear.triton.run import run_step_triton, run_triton, triton_reasons
 from attnzoo.ops.linear.triton.verdicts import kernel_verdict
 from attnzoo.ops.linear.validation import (
@@ -322,11 +320,6 @@ def _attend(op: str, x: LinearInputs, impl: str) -> AttentionOutput:
 # -- implementations -------------------------------------------------------------------------------
 
 
-def _run_torch(x: LinearInputs) -> Result:
-    """Compute a call in chunks, or products if it is not causal."""
-    return run_chunks(x) if x.causal else run_bidirectional(x)
-
-
 def _features(x: LinearInputs) -> Tensor:
     """Return a tensor with the shape and device of the features of keys."""
     return like_features(x.k, x.feature_map, x.map_weights)
@@ -377,7 +370,7 @@ register_implementation(
     Implementation(
         op="linear_attention",
         **TORCH,
-        run=on_rows(_run_torch),
+        run=on_rows(run_torch),
         form="chunk form",
     ),
     Implementation(

@@ -26,8 +26,8 @@ from attnzoo.ops.features.functional import widen
 from attnzoo.ops.gated.common import GatedInputs, GatedResult, check_gated, run_gated
 from attnzoo.ops.gated.sums import ComputeSums, SumsCall, register_reduction, wide_values
 from attnzoo.ops.linear.common import LinearInputs, StepGate, state_dtype
-from attnzoo.ops.linear.decay import LOWEST_LOG_DECAY
 from attnzoo.ops.linear.step import step
+from attnzoo.ops.linear.torch import LOWEST_LOG_DECAY
 
 LOWEST_STABILIZER = -87.0  # exp(87) is finite in float32
 

@@ -9,19 +9,12 @@ from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import LinearState
 from attnzoo.errors import UnsupportedError
-from attnzoo.ops.linear import bidirectional
 from attnzoo.ops.linear.api import linear_attention, recurrent_linear_attention
-from attnzoo.ops.linear.bidirectional import (
-    bidirectional_linear,
-    bidirectional_linear_backward,
-)
-from attnzoo.ops.linear.chunk import linear_chunk, linear_chunk_backward
 from attnzoo.ops.linear.cpu.call import LINEAR
 from attnzoo.runtime import cpp
 from tests.helpers import (
     assert_within,
     by_sequence,
-    check_operator,
     gradients,
     in_form,
     nan_padded,
@@ -124,23 +117,6 @@ def test_gradients_equal_those_of_the_formula(form, impl, decay):
         exact = formula(*inputs, normalize, state, segment_ids=ids)
         exact = gradients(exact, [*inputs, *state])
         torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-10)
-
-
-@pytest.fixture
-def _products(monkeypatch):
-    """Compute bidirectional attention by matrix products, as on GPUs."""
-    monkeypatch.setattr(bidirectional, "takes_products", lambda device: True)
-
-
-@pytest.mark.parametrize("queries", [1, 6, 13])
-@pytest.mark.usefixtures("_products")
-def test_bidirectional_products_equal_the_formula(queries):
-    test_bidirectional_equals_formula("chunk", "torch", queries)
-
-
-@pytest.mark.usefixtures("_products")
-def test_long_gradients_of_bidirectional_products_if_values_have_a_mean():
-    test_long_bidirectional_gradients_if_values_have_a_mean(torch.bfloat16)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -405,19 +381,6 @@ def test_results_do_not_depend_on_strides(decay, groups, rows):
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 
-def test_results_do_not_depend_on_the_number_of_heads_at_once(monkeypatch):
-    inputs = make(21, "channel", groups=2, grad=True)
-    state = make_state(grad=True)
-    whole = run(*inputs, state=state, chunk_size=8)
-    exact = gradients(whole, [*inputs, *state])
-    for heads in (1, 2, 3):
-        monkeypatch.setattr("attnzoo.ops.linear.chunk_common.heads_at_once", lambda *_, n=heads: n)
-        parts = run(*inputs, state=state, chunk_size=8)
-        torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
-        ours = gradients(parts, [*inputs, *state])
-        torch.testing.assert_close(ours, exact, rtol=1e-12, atol=1e-12)
-
-
 def test_huge_pages_do_not_change_results(monkeypatch):
     inputs = make(700, "channel", dtype=torch.float32, grad=True)
     results = []
@@ -517,33 +480,23 @@ def test_only_inputs_outputs_and_sums_are_saved_for_the_backward_pass():
     assert extra <= 4 * B * HKV * (16 * 16 + 16) + 4 * out[..., 0].numel()
 
 
+def test_torch_keeps_inputs_and_the_states_between_chunks_for_the_backward_pass():
+    inputs = make(513, "channel", dtype=torch.float32, grad=True, d=16, e=16)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        run(*inputs, normalize=True, impl="torch")
+    storages = {x.untyped_storage() for x in inputs}
+    known = {storage.data_ptr() for storage in storages}
+    extra = {y.data_ptr(): y.nbytes for y in kept if y.untyped_storage().data_ptr() not in known}
+    assert sum(extra.values()) <= 9 * 4 * B * HKV * (16 * 16 + 16)
+
+
 def test_state_is_returned_only_on_request():
     assert linear_attention(*make(4)[:3]).state is None
     assert isinstance(linear_attention(*make(4)[:3], return_state=True).state, LinearState)
 
 
-@pytest.mark.parametrize("decay", DECAYS)
-def test_operators_pass_opcheck(decay):
-    q, k, v, log_decay = make(9, decay, groups=2, dtype=torch.float32, grad=True)
-    kv, z = make_state(torch.float32, grad=True)
-    args = (q, k, v, log_decay, kv, z, 0.5, True, 1e-6, 4)
-    check_operator(linear_chunk, args, trace=True)
-    args = [x.detach() if isinstance(x, torch.Tensor) else x for x in args]
-    out, kv, z = linear_chunk(*args)
-    wanted = decay != "none"
-    check_operator(linear_chunk_backward, (out, kv, z, *args, wanted), trace=False)
-
-
-def test_bidirectional_operators_pass_opcheck():
-    (q, *_), (_, k, v, _) = make(9, groups=2, grad=True), make(7, grad=True)
-    args = (q, k, v, *make_state(grad=True), 0.5, True, 1e-6)
-    check_operator(bidirectional_linear, args, trace=True)
-    args = [x.detach() if isinstance(x, torch.Tensor) else x for x in args]
-    out, *sums = bidirectional_linear(*args)
-    check_operator(bidirectional_linear_backward, (out, *sums, *args), trace=False)
-
-
-@pytest.mark.parametrize("decay", ["none", "channel", "bidirectional"])
+@pytest.mark.parametrize("decay", ["none", "channel"])
 def test_compiles_to_one_graph_without_unrolling(decay):
     nodes = []
 
@@ -553,8 +506,6 @@ def test_compiles_to_one_graph_without_unrolling(decay):
 
     inputs = make(200, decay, groups=2, dtype=torch.float32, grad=True)
     options = {"segment_ids": torch.arange(200).div(70, rounding_mode="floor").expand(B, -1)}
-    if decay == "bidirectional":
-        options = {"causal": False}
 
     def call(*inputs):
         return run(*inputs, chunk_size=8, normalize=True, **options)
@@ -565,20 +516,26 @@ def test_compiles_to_one_graph_without_unrolling(decay):
     assert len(nodes) < 60  # most of them make sequences of the mask, once for all layers
 
 
-@pytest.mark.parametrize("form", ["chunk", "recurrent"])
-def test_compiled_gradients_equal_eager_ones(form):
+@pytest.mark.parametrize(
+    ("form", "impl"), [("chunk", "auto"), ("chunk", "torch"), ("recurrent", "auto")]
+)
+def test_compiled_gradients_equal_eager_ones(form, impl):
     inputs = make(20 if form == "chunk" else 1, "token", dtype=torch.float32, grad=True)
     state = make_state(torch.float32, grad=True)
 
     def call(*given):
         *inputs, kv, z = given
-        return run(*inputs, form=form, state=LinearState(kv, z), chunk_size=8, normalize=True)
+        options = {"form": form, "impl": impl, "state": LinearState(kv, z)}
+        return run(*inputs, chunk_size=8, normalize=True, **options)
 
     given = [*inputs, *state]
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     exact = gradients(call(*given), given)
     torch.testing.assert_close(gradients(compiled(*given), given), exact)
-    if form != "recurrent":  # torch compiles the backward pass of plain operations under autocast
+    if (form, impl) == (
+        "chunk",
+        "auto",
+    ):  # torch compiles the backward pass of plain operations under autocast
         with torch.autocast("cpu", torch.bfloat16):
             results = compiled(*given)
         torch.testing.assert_close(gradients(results, given), exact)
@@ -588,7 +545,7 @@ def test_a_named_implementation_has_no_fallback(monkeypatch):
     def broken(*_):
         raise RuntimeError("ran")
 
-    monkeypatch.setattr("attnzoo.ops.linear.chunk.linear_chunk", broken)
+    monkeypatch.setattr("attnzoo.ops.linear.torch.scan_chunks", broken)
     inputs = make(20)
     with pytest.raises(RuntimeError, match="ran"):
         run(*inputs, impl="torch")
