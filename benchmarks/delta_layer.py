@@ -27,7 +27,6 @@ from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.evaluation.rows import Rows
 from attnzoo.registry import build_backend
 from attnzoo.spec import AttentionSpec
-from attnzoo.training.calibrate import new_calibration, set_gates
 from attnzoo.training.data import RowOptions, load_rows
 from attnzoo.training.loading import load_causal
 from attnzoo.training.transfer import Transfer, relative_error, swapped_layers
@@ -150,18 +149,12 @@ def main(
     attention: str = "delta:feature_map=hedgehog_exp,window=32",
     lr: float = 2e-2,
     rows: Annotated[int, typer.Option(help="rows per step, a divisor of 8")] = BATCH,
-    calibrate: Annotated[bool, typer.Option(help="set gates from softmax's attention")] = False,
 ) -> None:
     """Train one layer and print its errors: all tokens, second copies."""
     train, held_out, geometry = record(layer)
     torch.manual_seed(0)
     entry = spec_of(attention).default
     backend: Any = build_backend(entry.backend, entry.options, geometry)
-    if calibrate:
-        found, x = new_calibration(backend), train[0]
-        scale = geometry.scale
-        found.add(AttentionInputs(*x[:3], x.mask, scale=scale, hidden_states=x.hidden_states))
-        set_gates(backend, found)
     print("before", errors(backend, held_out), flush=True)
     parameters = list(backend.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)

@@ -264,11 +264,11 @@ def recover(context: typer.Context) -> None:
             "recover takes either --attention (with --layers) or --plan FILE, or --teacher MODEL "
             "for a student of a stock class"
         )
-    spec, weights, calibrate = swap.spec(), None, False
+    spec, weights = swap.spec(), None
     if swap.plan is not None:
-        spec, weights, calibrate = read_plan(Path(swap.plan))
+        spec, weights = read_plan(Path(swap.plan))
     teacher = None if swap.teacher is None else model_folder(swap.teacher)
-    options: dict[str, Any] = {"teacher": teacher, "weights": weights, "calibrate": calibrate}
+    options: dict[str, Any] = {"teacher": teacher, "weights": weights}
     _run(partial(start, path, spec, swap.data_paths(), args, **options), args)
 
 

@@ -32,7 +32,6 @@ from attnzoo.hf.saving.dtype import saved_dtype
 from attnzoo.hf.swap.convert import restore, swap
 from attnzoo.report.atomic_write import atomic_write
 from attnzoo.spec import AttentionSpec
-from attnzoo.training.calibrate import calibrate, calibrated_layers, can_calibrate
 from attnzoo.training.candidates import (
     Candidate,
     forward_speedup,
@@ -140,12 +139,11 @@ class Plan:
         atomic_write(path, json.dumps(self.to_dict(), indent=2, allow_nan=False))
 
 
-def read_plan(path: Path) -> tuple[AttentionSpec, str | None, bool]:
+def read_plan(path: Path) -> tuple[AttentionSpec, str | None]:
     """Read a plan or a spec from JSON.
 
     Returns:
-        The spec, the fingerprint of the weights that it was made for, and whether its layers were
-        measured with calibrated gates.
+        The spec, and the fingerprint of the weights that it was made for, if it is a plan.
 
     Raises:
         SpecError: The file does not exist, or is neither a plan nor a spec.
@@ -163,13 +161,8 @@ def read_plan(path: Path) -> tuple[AttentionSpec, str | None, bool]:
             raise SpecError(
                 f"{str(path)!r} is not a plan: weights must be a text, got {short_repr(weights)}"
             )
-        spec = AttentionSpec.from_dict(data["spec"])
-        return spec, weights, data.get("transfer_from") is None and _is_calibrated(spec)
-    return AttentionSpec.from_dict(data), None, False
-
-
-def _is_calibrated(spec: AttentionSpec) -> bool:
-    return any(can_calibrate(layer.backend) for layer in spec.layers.values())
+        return AttentionSpec.from_dict(data["spec"]), weights
+    return AttentionSpec.from_dict(data), None
 
 
 def count_exact_layers(keep_softmax: float, count: int) -> int:
@@ -211,8 +204,7 @@ def weights_fingerprint(model: nn.Module, fetch: Callable[[Tensor], Tensor] = Te
 class Planner:
     """Measures how swaps change a causal model's predictions, and chooses a plan.
 
-    Layers of ``delta`` have gates calibrated on the rows, as recovery starts from them, and those
-    of ``transferred`` are as transfer has trained them.
+    Layers of ``transferred`` are as transfer has trained them, all others as a swap starts.
 
     Args:
         model: A model that is not swapped.
@@ -260,9 +252,6 @@ class Planner:
         if transferred is not None:
             self.states[transferred.name] = transferred.states
             self._refuse_untrained()
-        for name, spec in candidates.items():
-            if can_calibrate(spec.default.backend) and name not in self.states:
-                self.states[name] = self._calibrate(name)
 
     def make_spec(self, chosen: Mapping[int, str]) -> AttentionSpec:
         """Return the spec with these layers' candidates and exact attention elsewhere."""
@@ -307,7 +296,7 @@ class Planner:
 
         Args:
             spec: The swap.
-            chosen: Candidates by layer, transferred or calibrated; empty for other swaps.
+            chosen: Candidates by layer, empty for other swaps.
         """
         swap(self.model, spec)
         try:
@@ -483,21 +472,6 @@ class Planner:
                     f"The candidate {name!r} has parameters that are not trained, so it cannot be "
                     "compared with transferred layers; leave it out, or plan without --from"
                 )
-
-    def _calibrate(self, candidate: str) -> dict[str, dict[str, Tensor]]:
-        """Return the weights of a candidate's calibrated layers, by name.
-
-        Each layer is calibrated on the inputs that it has in the model with softmax. Its weights
-        are therefore the same for every choice of the other layers.
-        """
-        swap(self.model, self.make_spec(dict.fromkeys(self.numbers, candidate)))
-        try:
-            self.on_step(f"gates, {candidate}")
-            calibrate(self.model, self.rows)
-            layers = calibrated_layers(self.model)
-            return {name: backend.state_dict() for name, backend in layers.items()}
-        finally:
-            restore(self.model)
 
     @torch.no_grad()
     def _logits(self) -> list[Tensor]:

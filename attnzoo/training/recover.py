@@ -24,7 +24,6 @@ def recover(
     *,
     teacher: Path | str | None = None,
     weights: str | None = None,
-    calibrate: bool = False,
     log: Log = lambda text: None,
 ) -> dict[str, Any]:
     """Swap a saved model, recover its quality, evaluate it, and save it to ``args.output_dir``.
@@ -40,8 +39,6 @@ def recover(
         teacher: Folder of the original model, if ``path`` holds a student of a stock class
             (:mod:`attnzoo.training.student`).
         weights: Fingerprint of the weights that the spec was planned for, if any.
-        calibrate: Whether gates start from softmax's attention on some training rows, as in a plan
-            that was measured so.
         log: Called with progress messages.
 
     Returns:
@@ -59,7 +56,7 @@ def recover(
         results = StudentRecovery(path, None, paths, args, log, Path(teacher)).run()
     else:
         kind = EncoderRecovery if is_encoder(path) else Recovery
-        results = kind(path, spec, paths, args, log, weights).run(calibrate=calibrate)
+        results = kind(path, spec, paths, args, log, weights).run()
     if repo is not None:
         log(f"Hub:    {publish(Path(str(args.output_dir)), repo)}")
     return results

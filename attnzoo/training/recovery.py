@@ -36,7 +36,6 @@ from attnzoo.hf.saving.files import model_class, read_config
 from attnzoo.hf.swap.convert import original_attention, restore, swap
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.arguments import RecoveryArguments
-from attnzoo.training.calibrate import calibrate as calibrate_gates
 from attnzoo.training.callbacks import BestState, HeadEntropy, WindowDropout
 from attnzoo.training.candidates import token_divergence
 from attnzoo.training.data import load_rows
@@ -182,7 +181,7 @@ class Recovery:
             )
         return found
 
-    def run(self, *, calibrate: bool = False) -> dict[str, Any]:
+    def run(self) -> dict[str, Any]:
         """Run all stages; return the content of ``recovery.json``."""
         with self.folder.open(resume=self.args.resumes, state=self.state) as finished:
             if finished is not None:
@@ -199,8 +198,6 @@ class Recovery:
                 further["not_trained"] = reason
             else:
                 self.tune_softmax()
-                if calibrate:
-                    further["calibration"] = self.calibrate()
                 model = self.distil(self.transfer(self.model))
             self.evaluator.lines.setdefault("softmax tuned", self.evaluator.lines["softmax"])
             model = self.whole(model)
@@ -397,16 +394,6 @@ class Recovery:
 
         tuned = self.train_weights(load(), "softmax", 1.0, load)
         self.evaluator.evaluate("softmax tuned", tuned)
-
-    def calibrate(self) -> list[dict[str, Any]]:
-        """Start the gates of the model from softmax's attention; return what was measured."""
-        layers = calibrate_gates(self.model, self.rows.select(slice(8)))
-        for x in layers:
-            self.log(
-                f"{x['layer']}: {x['beyond']:.0%} of the attention is beyond the window, "
-                f"{x['age']:.0f} tokens away; its gates start from that"
-            )
-        return layers
 
     def transfer(self, model: Any) -> Any:
         """Run attention transfer on all layers at once, or block by block."""

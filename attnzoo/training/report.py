@@ -164,21 +164,6 @@ def _milliseconds(cost: Mapping[str, Any], length: Any) -> str:
     return f"{text} (busy)" if int(length) in cost.get("busy", ()) else text
 
 
-def calibration_table(results: Mapping[str, Any]) -> Table | None:
-    """Return a table of the attention from which gates started, by layer, if they did."""
-    if not results.get("calibration"):
-        return None
-    rows = [
-        [x["layer"], f"{x['beyond']:.0%}", number(x["age"], 0), number(x["decay"], 4)]
-        for x in results["calibration"]
-    ]
-    return Table(
-        columns=("layer", "beyond the window", "tokens away", "initial decay"),
-        rows=rows,
-        title="softmax's attention, from which the gates started",
-    )
-
-
 def _summary(results: Mapping[str, Any], command: str) -> str:
     metrics = (
         "Bits per byte on held-out text (loss) and on the second copy of a repeated segment "
@@ -218,7 +203,7 @@ def card(results: Mapping[str, Any], command: str) -> str:
     kind = "feature-extraction" if is_encoder(results) else "text-generation"
     kind = "fill-mask" if is_masked(results) else kind
     decoding, generation = decoding_table(results), generation_table(results)
-    calibration, about = calibration_table(results), results.get("about", {})
+    about = results.get("about", {})
     parts = [
         metadata_block(about, kind),
         *_title(results, about, kind),
@@ -232,7 +217,6 @@ def card(results: Mapping[str, Any], command: str) -> str:
             for table, sentence in longer_tables(results)
         ),
         decoding.markdown() if decoding else "",
-        calibration.markdown() if calibration else "",
         f"The swap:\n\n```json\n{json.dumps(results['spec'], indent=2)}\n```\n"
         if results["spec"] is not None
         else "",

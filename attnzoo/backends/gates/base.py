@@ -114,12 +114,6 @@ class Gate(GateModule):
         """
         raise NotImplementedError(f"{type(self).__name__} does not define log_decay(...)")
 
-    def set_rates(self, rates: Tensor) -> None:
-        """Initialise every token's decay to ``exp(-rates)``, ``[Hkv]``, as softmax's attention was.
-
-        A gate without weights for it keeps its decays.
-        """
-
 
 G = TypeVar("G", bound="type[GateModule]")
 GATES: dict[str, type[GateModule]] = {}

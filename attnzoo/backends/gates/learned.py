@@ -67,12 +67,6 @@ class GatedRetentionGate(Gate):
         nn.init.zeros_(self.weight)
         nn.init.constant_(self.bias, GATE_BIAS)
 
-    @torch.no_grad()
-    def set_rates(self, rates: Tensor) -> None:
-        """Let every token decay by ``exp(-rates)``, ``[Hkv]``."""
-        self.reset_parameters()
-        self.bias.copy_(-(TEMPERATURE * rates).expm1().log())
-
     def log_decay(self, k: Tensor, hidden_states: Tensor | None) -> Tensor:
         """Return one decay per token, ``[B, Hkv, S]``."""
         assert hidden_states is not None
@@ -128,12 +122,6 @@ class GLAGate(LowRankGate):
     One learned decay per token and key channel, with projections of rank 16.
     """
 
-    @torch.no_grad()
-    def set_rates(self, rates: Tensor) -> None:
-        """Let every channel decay by ``exp(-rates)`` at every token, ``[Hkv]``."""
-        self.reset_parameters()
-        self.bias.copy_(-(TEMPERATURE * rates).expm1().log()[:, None].expand_as(self.bias))
-
     def log_decay(self, k: Tensor, hidden_states: Tensor | None) -> Tensor:
         """Return one decay per token and feature, ``[B, Hkv, S, F]``."""
         assert hidden_states is not None
@@ -165,12 +153,6 @@ class ScalarGate(Gate):
         nn.init.constant_(self.bias, math.log(math.expm1(self.initial_rate)))
         nn.init.zeros_(self.log_rate)
 
-    @torch.no_grad()
-    def set_rates(self, rates: Tensor) -> None:
-        """Let every token decay by ``exp(-rates)``, ``[Hkv]``."""
-        self.reset_parameters()
-        self.bias.copy_(rates.expm1().log())
-
     def log_decay(self, k: Tensor, hidden_states: Tensor | None) -> Tensor:
         """Return one decay per token, ``[B, Hkv, S]``."""
         assert hidden_states is not None
@@ -196,12 +178,6 @@ class VectorGate(LowRankGate):
         """Initialise to the same long memory for every token."""
         super().reset_parameters()
         nn.init.zeros_(self.log_rate)
-
-    @torch.no_grad()
-    def set_rates(self, rates: Tensor) -> None:
-        """Let every channel decay by ``exp(-rates)`` at every token, ``[Hkv]``."""
-        self.reset_parameters()
-        self.bias.copy_(rates.expm1().log()[:, None].expand_as(self.bias))
 
     def log_decay(self, k: Tensor, hidden_states: Tensor | None) -> Tensor:
         """Return one decay per token and feature, ``[B, Hkv, S, F]``."""
