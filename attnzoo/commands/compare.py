@@ -166,7 +166,7 @@ def _show_progress(show: Callable[[str], None], done: int, total: int, name: str
 
 
 def tasks(
-    task: Annotated[str, typer.Option(help="mqar, mqar64, duplication or induction")],
+    task: Annotated[str, typer.Option(help="mqar or duplication")],
     attention: Attentions = None,
     seeds: Annotated[int, typer.Option(help="runs per attention")] = 3,
     steps: Annotated[
@@ -185,27 +185,25 @@ def tasks(
 
     from attnzoo.evaluation.results import FILE
     from attnzoo.tasks.recall import find_task
-    from attnzoo.tasks.run import (
-        TaskConfig,
-        default_specs,
-        run_tasks,
-        tabulate,
-        tabulate_hash_rounds,
-    )
+    from attnzoo.tasks.run import default_specs, run_tasks, tabulate
 
     found = find_task(task)
     torch.set_num_threads(threads or torch.get_num_threads())
-    specs = specs_of(attention, lambda names: default_specs(names, task)) if attention else None
-    config = TaskConfig(task=task, specs=specs, seeds=seeds, steps=steps, out=out, fresh=fresh)
+    specs = specs_of(attention, default_specs) if attention else None
     with show_status(problems if as_json else console) as show:
-        rows = run_tasks(config, lambda name, done: show(f"{done:.0%}  {name}"))
+        rows = run_tasks(
+            task,
+            out,
+            specs=specs,
+            seeds=seeds,
+            steps=steps,
+            fresh=fresh,
+            on_progress=lambda name, done: show(f"{done:.0%}  {name}"),
+        )
     if as_json:
         print(json.dumps(rows, indent=2))
         return
     tabulate(found, rows).print(console)
-    rounds = tabulate_hash_rounds(rows)
-    if rounds is not None:
-        rounds.print(console)
     console.print(f"Numbers: {out / FILE}")
 
 

@@ -1,11 +1,9 @@
-"""Tasks of recall: multi-query associative recall, duplication, induction."""
+"""Tasks of recall: multi-query associative recall, and duplication."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor
@@ -14,20 +12,9 @@ from attnzoo.errors import SpecError, did_you_mean
 
 IGNORED = -100  # label of positions without a target, as in cross-entropy
 KEYS = 32  # number of key tokens in associative recall, and of value tokens
-SYMBOLS = 62  # of duplication and induction, besides a separator and a trigger
-SEPARATOR, TRIGGER = SYMBOLS, SYMBOLS + 1
-
-
-class LabelledRows(NamedTuple):
-    """Rows of a task.
-
-    Attributes:
-        tokens: ``[N, T]``.
-        labels: ``[N, T]``: the token to predict after each position, or ``IGNORED``.
-    """
-
-    tokens: Tensor
-    labels: Tensor
+SYMBOLS = 62  # of duplication, besides a separator
+SEPARATOR = SYMBOLS
+LabelledRows = tuple[Tensor, Tensor]  # tokens, and the token to predict after each or IGNORED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,22 +45,21 @@ class Task:
     batch: int
 
 
-def draw_mqar(count: int, size: int, generator: Generator, *, symbols: int = KEYS) -> LabelledRows:
+def draw_mqar(count: int, size: int, generator: Generator) -> LabelledRows:
     """Draw ``size`` key-value pairs, then all of them again in another order.
 
-    There are ``symbols`` keys, of which each occurs in at most one pair, and as many values.
-
-    The target after the second occurrence of a key is its value.
+    Each of the ``KEYS`` keys occurs in at most one pair; there are as many values. The target
+    after the second occurrence of a key is its value.
     """
-    keys = torch.rand(count, symbols, generator=generator).argsort(1)[:, :size]
-    values = symbols + torch.randint(symbols, (count, size), generator=generator)
+    keys = torch.rand(count, KEYS, generator=generator).argsort(1)[:, :size]
+    values = KEYS + torch.randint(KEYS, (count, size), generator=generator)
     order = torch.rand(count, size, generator=generator).argsort(1)
     first = torch.stack([keys, values], 2).flatten(1)
     second = torch.stack([keys.gather(1, order), values.gather(1, order)], 2).flatten(1)
     tokens = torch.cat([first, second], 1)
     labels = torch.full_like(tokens, IGNORED)
     labels[:, 2 * size :: 2] = values.gather(1, order)
-    return LabelledRows(tokens, labels)
+    return tokens, labels
 
 
 def draw_duplication(count: int, size: int, generator: Generator) -> LabelledRows:
@@ -83,18 +69,7 @@ def draw_duplication(count: int, size: int, generator: Generator) -> LabelledRow
     tokens = torch.cat([zero, word, zero, word], 1)
     labels = torch.full_like(tokens, IGNORED)
     labels[:, size + 1 : -1] = word
-    return LabelledRows(tokens, labels)
-
-
-def draw_induction(count: int, size: int, generator: Generator) -> LabelledRows:
-    """Draw ``size`` symbols with a trigger inside and at the end; predict the symbol after it."""
-    tokens = torch.randint(SYMBOLS, (count, size), generator=generator)
-    position = torch.randint(size - 2, (count, 1), generator=generator)
-    tokens.scatter_(1, position, TRIGGER)
-    tokens[:, -1] = TRIGGER
-    labels = torch.full_like(tokens, IGNORED)
-    labels[:, -1:] = tokens.gather(1, position + 1)
-    return LabelledRows(tokens, labels)
+    return tokens, labels
 
 
 MQAR = Task(
@@ -104,17 +79,6 @@ MQAR = Task(
     draw=draw_mqar,
     train_sizes=(4, 8, 16, 32),
     test_sizes=(8, 16, 32),
-    size_unit="pairs",
-    steps=1200,
-    batch=128,
-)
-MQAR_64 = Task(
-    name="mqar64",
-    about="multi-query associative recall (arXiv:2312.04927) of up to 64 pairs",
-    vocabulary=2 * 64,
-    draw=partial(draw_mqar, symbols=64),
-    train_sizes=(4, 8, 16, 32, 64),
-    test_sizes=(16, 32, 64),
     size_unit="pairs",
     steps=1200,
     batch=128,
@@ -130,18 +94,7 @@ DUPLICATION = Task(
     steps=600,
     batch=64,
 )
-INDUCTION = Task(
-    name="induction",
-    about="the token that followed the same token before (arXiv:2212.14052)",
-    vocabulary=SYMBOLS + 2,
-    draw=draw_induction,
-    train_sizes=(16, 32, 64),
-    test_sizes=(16, 32, 64),
-    size_unit="tokens",
-    steps=500,
-    batch=128,
-)
-TASKS = {task.name: task for task in (MQAR, MQAR_64, DUPLICATION, INDUCTION)}
+TASKS = {task.name: task for task in (MQAR, DUPLICATION)}
 
 
 def find_task(name: str) -> Task:

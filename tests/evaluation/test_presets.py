@@ -43,11 +43,9 @@ def labels(specs):
 def test_rows():
     assert labels(demo.default_specs(None)) == DEMO
     assert labels(cases.default_specs(None)) == COMPARE
-    assert labels(tasks.default_specs(None, "mqar")) == TASKS
+    assert labels(tasks.default_specs()) == TASKS
     encoder = {"linformer num_rows 256", "longformer window 256"}
     assert set(labels(cases.default_specs(None, causal=False))) - set(COMPARE) == encoder
-    hashing = [f"reformer num_hashes {n} chunk_size 16 window 8" for n in (1, 2, 4)]
-    assert labels(tasks.default_specs(None, "duplication")) == ["flash", *hashing]
 
 
 def test_candidates():
