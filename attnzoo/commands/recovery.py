@@ -331,7 +331,11 @@ def _run(start: Any, args: Any) -> None:
 
 
 def print_results(results: dict[str, Any]) -> None:
-    """Print the quality of every model and the verdict."""
+    """Print the quality of every model and the verdict; of fine-tuning, held-out losses."""
+    if "verdict" not in results:
+        for name, loss in results["lines"].items():
+            console.print(f"{name:13} {loss:.4f} nats a token of held-out text", highlight=False)
+        return
     from attnzoo.training.report import generation_table, longer_tables, results_table
 
     results_table(results).print(console)

@@ -79,11 +79,12 @@ def load_rows(path: Path | str, data: Sequence[Path | str], args: Any) -> tuple[
         raise SpecError(f"{str(path)!r} holds no model of text; give a language model")
     tokenizer = load_tokenizer(path)
     make = pack_examples if args.completion_only_loss else pack
-    halves = split_documents(load_documents(data, args, tokenizer))
+    documents = load_documents(data, args, tokenizer)
+    halves = split_documents(documents, cut=not args.completion_only_loss)
     train, held_out = (make(part, tokenizer, args.max_length) for part in halves)
     for rows in (train, held_out):
         check_vocabulary(int(rows.tokens.max()), vocab_size)
-    check_positions(path, (train, held_out), args.max_length)
+    check_positions(path, max(1 + int(x.positions.max()) for x in (train, held_out)))
     if args.completion_only_loss:
         return train, held_out
     share = 0.25 if args.repeat_share is None else args.repeat_share
@@ -239,44 +240,41 @@ def _example_of(row: dict[str, Any]) -> str | None:
     return json.dumps({x: row[x] for x in names}, sort_keys=True, ensure_ascii=False)
 
 
-def split_documents(documents: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset]:
+def split_documents(
+    documents: datasets.Dataset, *, cut: bool = True
+) -> tuple[datasets.Dataset, datasets.Dataset]:
     """Return training and held-out documents: one in 20 by hash, or a single one's last tenth.
 
     Equal documents are on the same side.
+
+    Raises:
+        DataError: There is a single one, and it is not to be ``cut``.
     """
     digests = list(documents["digest"])
+    if min(digests) == max(digests) and not cut:
+        raise DataError("One example cannot be both trained on and held out; give more")
     if min(digests) == max(digests):
         text = documents[0]["text"]
-        cut = len(text) * 9 // 10
-        first, last = (datasets.Dataset.from_dict({"text": [x]}) for x in (text[:cut], text[cut:]))
+        end = len(text) * 9 // 10
+        first, last = (datasets.Dataset.from_dict({"text": [x]}) for x in (text[:end], text[end:]))
         return first, last
     least = sorted(digests)[max(1, len(digests) // HELD_OUT) - 1]
     held_out = np.array([digest <= least for digest in digests])
     return documents.select(np.flatnonzero(~held_out)), documents.select(np.flatnonzero(held_out))
 
 
-def check_positions(path: Path, found: Sequence[Any], length: int) -> None:
-    """Raise an error if a document of a row is longer than the model's positions.
-
-    Args:
-        path: Folder of the model.
-        found: :class:`~attnzoo.evaluation.rows.Rows`, or texts of an encoder.
-        length: Tokens of a row at most.
+def check_positions(path: Path, longest: int) -> None:
+    """Raise an error if the longest document of the rows has more tokens than a model positions.
 
     Raises:
-        DataError: A document is longer.
+        DataError: It has.
     """
     limit = max_positions(path)
-    if limit is None or length <= limit:
-        return
-    longest = max(
-        1 + int(x.positions.max()) if isinstance(x, Rows) else x.tokens.shape[1] for x in found
-    )
-    if longest > limit:
+    if limit is not None and longest > limit:
         raise DataError(
-            f"rows of {length:,} tokens hold a document of {longest:,}, and the model has "
-            f"{limit:,} positions; give rows of {limit} tokens or less (--max-length), or add "
-            "positions with attnzoo.extend_positions"
+            f"rows hold a document of {longest:,}, and the model has {limit:,} positions; give "
+            f"rows of {limit} tokens or less (--max-length), or add positions with "
+            "attnzoo.extend_positions"
         )
 
 
@@ -360,8 +358,6 @@ def pack_examples(examples: datasets.Dataset, tokenizer: Any, length: int) -> Ro
     Raises:
         DataError: No completion is left, or there is no chat template that marks it.
     """
-    if "digest" not in examples.column_names:  # a part of a single one
-        raise DataError("One example cannot be both trained on and held out; give more")
     found = [tokenize_example(json.loads(text), tokenizer) for text in examples["text"]]
     # the first token of an example has no loss, and rows cut what is beyond their end
     kept = [x for x in found if any(y != IGNORE_INDEX for y in x["labels"][1:length])]

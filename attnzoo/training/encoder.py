@@ -126,5 +126,5 @@ def load_texts(path: Path, data: Sequence[Path | str], args: Any) -> tuple[Texts
         tokenize_texts(part["text"], tokenizer, row_length=args.max_length, vocab_size=vocab_size)
         for part in split_documents(documents)
     )
-    check_positions(path, (train, held_out), args.max_length)
+    check_positions(path, max(x.tokens.shape[1] for x in (train, held_out)))
     return train, held_out

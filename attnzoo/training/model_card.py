@@ -16,7 +16,6 @@ from attnzoo.training.data import HUB_ID
 
 AUTO_CLASSES = {
     "text-generation": "AutoModelForCausalLM",
-    "fill-mask": "AutoModelForMaskedLM",
     "feature-extraction": "AutoModel",
 }
 

@@ -37,29 +37,11 @@ def is_encoder(results: Mapping[str, Any]) -> bool:
     return "cosine" in results["lines"]["result"]
 
 
-def is_masked(results: Mapping[str, Any]) -> bool:
-    """Return whether results are those of masked language modelling."""
-    return "accuracy" in results["lines"]["result"]
-
-
-def _masked_table(results: Mapping[str, Any]) -> Table:
-    return Table(
-        columns=("", "loss", "accuracy"),
-        rows=[
-            [_label(name, results), number(line["loss"]), f"{line['accuracy']:.1%}"]
-            for name, line in results["lines"].items()
-        ],
-        title="masked tokens of held-out text, loss in nats",
-    )
-
-
 def results_table(results: Mapping[str, Any]) -> Table:
     """Return a table with a row per model: loss and recall with their recovered fractions.
 
     A row of an encoder has the mean and the least cosine similarity instead.
     """
-    if is_masked(results):
-        return _masked_table(results)
     encoder = is_encoder(results)
     rows = []
     for name, line in results["lines"].items():
@@ -175,10 +157,6 @@ def _summary(results: Mapping[str, Any], command: str) -> str:
             "Cosine similarity between the embeddings of held-out texts and those of the original "
             "model; an embedding is the mean of the last hidden states."
         )
-    if is_masked(results):
-        metrics = (
-            "Cross-entropy of masked tokens of held-out texts in nats, and how many are right."
-        )
     return f"attnzoo {command}. {metrics}"
 
 
@@ -201,7 +179,6 @@ def _title(results: Mapping[str, Any], about: Mapping[str, Any], kind: str) -> l
 def card(results: Mapping[str, Any], command: str) -> str:
     """Return the model card in Markdown: the verdict first, then the results."""
     kind = "feature-extraction" if is_encoder(results) else "text-generation"
-    kind = "fill-mask" if is_masked(results) else kind
     decoding, generation = decoding_table(results), generation_table(results)
     about = results.get("about", {})
     parts = [

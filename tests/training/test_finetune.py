@@ -35,17 +35,16 @@ def test_a_swap_is_finetuned_beside_softmax(saved, text, tmp_path):
     out = tmp_path / "out"
     found = finetune(saved, spec, [text], config(out, max_steps=20))
     lines = found["lines"]
-    assert lines["softmax"]["loss"] != lines["raw swap"]["loss"]
-    assert lines["result"]["loss"] < lines["raw swap"]["loss"] - 0.1
-    assert lines["softmax tuned"]["loss"] < lines["softmax"]["loss"] - 0.1
+    assert lines["softmax"] != lines["raw swap"]
+    assert lines["result"] < lines["raw swap"] - 0.1
+    assert lines["softmax tuned"] < lines["softmax"] - 0.1
     assert json.loads((out / "finetuning.json").read_text()) == found
-    assert "of softmax tuned" in found["verdict"]
     model = hf.AutoModelForCausalLM.from_pretrained(out)
     assert model.config.attnzoo["backend"] == "longformer"
     # the saved model is already swapped, so it takes no spec
     more = finetune(out, None, [text], config(tmp_path / "more", max_steps=1))["lines"]
-    assert more["raw swap"]["loss"] == pytest.approx(lines["result"]["loss"])
-    assert more["softmax tuned"]["loss"] != more["result"]["loss"]
+    assert more["raw swap"] == pytest.approx(lines["result"])
+    assert more["softmax tuned"] != more["result"]
 
 
 class Stopped(Exception):
@@ -109,7 +108,7 @@ def test_adapters_are_merged(saved, text, spec, tmp_path):
     trained = {n for n, p in old.named_parameters() if not torch.equal(p, model.get_parameter(n))}
     assert {n.split(".")[-2] for n in trained} == {"q_proj", "o_proj"}
     again = finetune(out, None, [text], config(tmp_path / "more", max_steps=1), compare=False)
-    assert again["lines"]["raw swap"]["loss"] == pytest.approx(found["lines"]["result"]["loss"])
+    assert again["lines"]["raw swap"] == pytest.approx(found["lines"]["result"])
     assert "softmax tuned" not in again["lines"]
 
 
@@ -139,8 +138,7 @@ def test_examples(saved, spec, tmp_path, kind):
     run = source, spec, [tmp_path / "data.jsonl"]
     args = config(tmp_path / "out", **options, **{chosen: True})
     found = finetune(*run, args, compare=False)["lines"]
-    assert found["result"]["loss"] < found["raw swap"]["loss"] - 1
-    assert found["result"]["recall"] is None
+    assert found["result"] < found["raw swap"] - 1
     with pytest.raises(ConfigError, match=f"give {chosen}|You set `assistant_only_loss=True`"):
         finetune(*run, config(tmp_path / "new", **options, **{other: True}))
 
@@ -174,14 +172,13 @@ def test_an_encoder_learns_masked_words(tmp_path):
     options = {"max_steps": 40, "per_device_train_batch_size": 8, "learning_rate": 5e-3}
     found = finetune(encoder, spec, [data], config(out, hf.TrainingArguments, **options))
     lines = found["lines"]
-    assert lines["result"]["loss"] < lines["raw swap"]["loss"] - 0.3
-    assert lines["softmax tuned"]["accuracy"] > lines["softmax"]["accuracy"] + 0.1
-    assert "nats per masked token" in found["verdict"]
+    assert lines["result"] < lines["raw swap"] - 0.3
+    assert lines["softmax tuned"] < lines["softmax"] - 0.3
     assert hf.AutoModelForMaskedLM.from_pretrained(out).config.attnzoo["backend"] == "linear"
     again, adapters = tmp_path / "again", trl.ModelConfig(use_peft=True)
     args = config(again, hf.TrainingArguments, max_steps=2)
     more = finetune(out, None, [data], args, adapters, compare=False)["lines"]
-    assert more["raw swap"] == lines["result"]
+    assert more["raw swap"] == pytest.approx(lines["result"])
     old, new = (hf.AutoModelForMaskedLM.from_pretrained(x) for x in (out, again))
     changed = {n for n, p in old.named_parameters() if not torch.equal(p, new.get_parameter(n))}
     assert {n.rpartition(".")[2] for n in changed if ".attnzoo." not in n} == {"weight"}
