@@ -67,7 +67,7 @@ def split_pair(text: str, expected: str) -> tuple[str, str]:
     return name, value
 
 
-def parse_option(text: str, expected: str) -> tuple[str, Any]:
+def _parse_option(text: str, expected: str) -> tuple[str, Any]:
     """Split ``NAME=VALUE`` and parse the value: JSON (numbers, true, null, lists), or else text."""
     name, value = split_pair(text, expected)
     try:
@@ -89,7 +89,7 @@ def parse_backend(text: str, expected: str) -> dict[str, Any]:
     name, _, options = text.partition(":")
     found: dict[str, Any] = {}
     for part in re.split(r",(?=\s*\w+=)", options) if options else ():
-        option, value = parse_option(part, expected)
+        option, value = _parse_option(part, expected)
         if option in found:
             raise SpecError(f"{expected}; got {short_repr(option)} twice in {short_repr(text)}")
         found[option] = value

@@ -347,8 +347,8 @@ def run_group(group: str, out: Path, *, tiny: bool) -> None:
     first, *rest = group.split()
     folder = out.resolve().parent
     if first == "compare":
-        options = ["--device", "cuda", "--level", "op,layer", "--no-quality"]
-        options += ["--out", str(folder / "gpu-compare")]  # compare resumes from this folder
+        options = ["--device", "cuda", "--level", "op", "--no-quality"]
+        options += ["--output-dir", str(folder / "gpu-compare")]  # compare resumes from this folder
         run_tool(session, group, "-m", "attnzoo", "compare", *options)
         return
     if first == "tune":

@@ -6,6 +6,7 @@ from inspect import signature
 
 import pytest
 import torch
+import typer
 from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
 from attnzoo import AttentionSpec
@@ -82,8 +83,8 @@ def test_swap_writes_a_model_that_loads(monkeypatch, capsys, saved, tmp_path):
     code, text, _ = run(
         monkeypatch,
         capsys,
-        *("swap", saved, "--attention", "linear", "--set", "feature_map=relu"),
-        *("--layers", "0-1=flash", "--out", out),
+        *("swap", saved, "--attention", "linear:feature_map=relu"),
+        *("--layers", "0-1=flash", "--output-dir", out),
     )
     assert code == 0
     assert "feature_map=relu" in text
@@ -100,19 +101,19 @@ def test_swap_writes_a_model_that_loads(monkeypatch, capsys, saved, tmp_path):
     ("arguments", "message"),
     [
         (["--attention", "linaer"], "Did you mean 'linear'"),
-        (["--attention", "linear", "--set", "feature_mop=relu"], "Did you mean 'feature_map'"),
-        (["--attention", "linear", "--set", "feature_map"], "--set takes NAME=VALUE"),
+        (["--attention", "linear:feature_mop=relu"], "Did you mean 'feature_map'"),
+        (["--attention", "linear:feature_map"], "--attention takes NAME:OPTION=VALUE"),
         (["--attention", "linear", "--layers", "7=flash"], "layer 7"),
         (["--attention", "linear", "--layers", "1-0=flash"], "are invalid"),
-        (["--attention", "flash", "--set", "window=0"], "at least 1"),
-        (["--attention", "linear", "--set", "feature_map=this:square"], "does not import code"),
+        (["--attention", "flash:window=0"], "at least 1"),
+        (["--attention", "linear:feature_map=this:square"], "does not import code"),
     ],
 )
 def test_mistakes_are_one_message_and_write_nothing(
     monkeypatch, capsys, saved, tmp_path, arguments, message
 ):
     out = tmp_path / "out"
-    code, _, err = run(monkeypatch, capsys, "swap", saved, *arguments, "--out", out)
+    code, _, err = run(monkeypatch, capsys, "swap", saved, *arguments, "--output-dir", out)
     assert code == 2
     assert message in err
     assert "Traceback" not in err
@@ -128,7 +129,9 @@ def test_truncated_weights_write_nothing(monkeypatch, capsys, saved, tmp_path):
         cut = len(data) // 2 if file.suffix == ".safetensors" else len(data)
         (broken / file.name).write_bytes(data[:cut])
     out = tmp_path / "out"
-    code, _, err = run(monkeypatch, capsys, "swap", broken, "--attention", "flash", "--out", out)
+    code, _, err = run(
+        monkeypatch, capsys, "swap", broken, "--attention", "flash", "--output-dir", out
+    )
     assert code == 2
     assert "truncated" in err
     assert not out.exists()
@@ -137,7 +140,7 @@ def test_truncated_weights_write_nothing(monkeypatch, capsys, saved, tmp_path):
 def test_an_existing_folder_is_kept(monkeypatch, capsys, saved, tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
     code, _, err = run(
-        monkeypatch, capsys, "swap", saved, "--attention", "flash", "--out", tmp_path
+        monkeypatch, capsys, "swap", saved, "--attention", "flash", "--output-dir", tmp_path
     )
     assert code == 2
     assert "not empty" in err
@@ -165,14 +168,32 @@ def test_tables_are_available_as_json(monkeypatch, capsys, saved, tmp_path):
     source = tmp_path / "text.txt"
     source.write_text("one says to one " * 40)
     code, out, _ = run(
-        monkeypatch, capsys, "swap", saved, "--attention", "linear", "--out", swapped, "--json"
+        monkeypatch,
+        capsys,
+        "swap",
+        saved,
+        "--attention",
+        "linear",
+        "--output-dir",
+        swapped,
+        "--json",
     )
     assert (code, {layer["backend"] for layer in json.loads(out)}) == (0, {"linear"})
     code, out, _ = run(monkeypatch, capsys, "describe", swapped, "--json")
     layers = json.loads(out)
     assert (code, [layer["layer"] for layer in layers]) == (0, [0, 1, 2])
     assert layers[0]["name"] == "model.layers.0.self_attn"
-    inspected = ("inspect", saved, "--text", source, "--tokens", 24, "--out", maps, "--json")
+    inspected = (
+        "inspect",
+        saved,
+        "--data",
+        source,
+        "--max-length",
+        24,
+        "--output-dir",
+        maps,
+        "--json",
+    )
     code, out, _ = run(monkeypatch, capsys, *inspected)
     assert (code, len(json.loads(out)["heads"])) == (0, 4)
 
@@ -214,6 +235,21 @@ def test_commands_are_the_documented_ones():
     assert names == models | training | {"run", "autoload", "doctor"} | measuring
 
 
+RENAMED = {"--length", "--column", "--out", "--text", "--set", "--batch", "--steps", "--optimizer"}
+
+
+def test_options_have_one_name_in_all_commands():
+    """That of transformers and TRL, where they have the option; `_` is read for `-`."""
+    group = typer.main.get_command(app)
+    commands = group.commands
+    found = [(name, x) for name, c in commands.items() for p in c.params for x in p.opts]
+    assert len(found) > 60
+    assert not [(name, x) for name, x in found if x in RENAMED or (x[0] == "-" and "_" in x)]
+    parent = group.make_context("attnzoo", ["memory"])
+    given = commands["memory"].make_context("memory", ["--max_length", "2k"], parent=parent)
+    assert given.params["max_length"] == "2k"
+
+
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
@@ -224,13 +260,13 @@ def text(tmp_path_factory):
 
 def test_plan_recover_evaluate(saved, text, tmp_path, monkeypatch, capsys):
     plan, out = tmp_path / "plan.json", tmp_path / "out"
-    data = ["--data", text, "--length", 48]
+    data = ["--data", text, "--max-length", 48]
     near, far = "longformer:window=4", "linear:feature_map=hedgehog,window=8"
     given = ["plan", saved, *data, "--rows", 2, "--candidate", near, "--candidate", far]
     code, printed, _ = run(monkeypatch, capsys, *given, "--keep-softmax", 1)
     assert code in (0, None)
     assert "Nothing was written" in printed
-    code, printed, _ = run(monkeypatch, capsys, *given, "--keep-softmax", 1, "--out", plan)
+    code, printed, _ = run(monkeypatch, capsys, *given, "--keep-softmax", 1, "--output-file", plan)
     assert printed.count("flash") == 1
     assert json.loads(plan.read_text())["spec"]["backend"] == "flash"
     steps = ["--transfer-steps", 1, "--max-steps", 1, "--per-device-train-batch-size", 2]
@@ -247,8 +283,8 @@ def test_plan_recover_evaluate(saved, text, tmp_path, monkeypatch, capsys):
 def test_plan_of_backends_by_name(saved, text, tmp_path, monkeypatch, capsys):
     """A name without options has the options of its presets; rows must leave keys out."""
     plan = tmp_path / "plan.json"
-    given = ["plan", saved, "--data", text, "--length", 48, "--rows", 2, "--keep-softmax", 1]
-    given += ["--candidate", "delta", "--overwrite", "--out", plan]
+    given = ["plan", saved, "--data", text, "--max-length", 48, "--rows", 2, "--keep-softmax", 1]
+    given += ["--candidate", "delta", "--overwrite", "--output-file", plan]
     code, _, _ = run(monkeypatch, capsys, *given)
     assert code in (0, None)
     options = {"feature_map": "squared_relu", "window": 32}
@@ -261,8 +297,14 @@ def test_plan_of_backends_by_name(saved, text, tmp_path, monkeypatch, capsys):
 
 
 def test_plan_under_a_budget(saved, text, tmp_path, monkeypatch, capsys):
-    data = ["plan", saved, "--data", text, "--length", 48, "--rows", 2]
-    data += ["--candidate", "longformer:window=4", "--out", tmp_path / "plan.json", "--overwrite"]
+    data = ["plan", saved, "--data", text, "--max-length", 48, "--rows", 2]
+    data += [
+        "--candidate",
+        "longformer:window=4",
+        "--output-file",
+        tmp_path / "plan.json",
+        "--overwrite",
+    ]
     budget = ["--cache-bytes", "40KiB", "--cache-length", 200]
     code, _, _ = run(monkeypatch, capsys, *data, *budget)
     assert code in (0, None)
@@ -311,7 +353,7 @@ def test_recover_wants_one_spec(saved, text, tmp_path, monkeypatch, capsys):
     ],
 )
 def test_mistakes_of_what_measures(monkeypatch, capsys, tmp_path, arguments, message):
-    code, _, err = run(monkeypatch, capsys, *arguments, "--out", tmp_path / "out")
+    code, _, err = run(monkeypatch, capsys, *arguments, "--output-dir", tmp_path / "out")
     assert code == 2
     assert message in err
     assert not (tmp_path / "out").exists()
@@ -324,7 +366,7 @@ def test_mistakes_of_what_measures(monkeypatch, capsys, tmp_path, arguments, mes
         ("plan", "--rows", "-1"),
         ("plan", "--window", "0"),
         ("heads", "--rows", "0"),
-        ("memory", "--batch", "0"),
+        ("memory", "--batch-size", "0"),
     ],
 )
 def test_counts_are_at_least_1(monkeypatch, capsys, saved, arguments):
@@ -341,9 +383,9 @@ def test_damaged_models_are_explained(monkeypatch, capsys, saved, tmp_path, comm
     text.write_text("some text " * 99)
     options = {
         "describe": (),
-        "swap": ("--attention", "linear", "--out", tmp_path / "out"),
-        "heads": ("--text", text, "--length", "64"),
-        "inspect": ("--text", text, "--out", tmp_path / "out"),
+        "swap": ("--attention", "linear", "--output-dir", tmp_path / "out"),
+        "heads": ("--data", text, "--max-length", "64"),
+        "inspect": ("--data", text, "--output-dir", tmp_path / "out"),
     }[command]
     weights, config = damaged / "model.safetensors", damaged / "config.json"
     if command != "describe":  # it does not read weights
@@ -360,7 +402,7 @@ def test_a_full_disk_is_explained(monkeypatch, capsys, saved, tmp_path):
         raise OSError(errno.ENOSPC, "No space left on device", "model.safetensors")
 
     monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", no_space)
-    options = ("--attention", "linear", "--out", tmp_path / "out")
+    options = ("--attention", "linear", "--output-dir", tmp_path / "out")
     code, _, problem = run(monkeypatch, capsys, "swap", saved, *options)
     assert code == 2
     assert "No space left on device: 'model.safetensors'" in problem
@@ -375,9 +417,9 @@ def test_what_cannot_be_measured_is_explained(monkeypatch, capsys, saved, tmp_pa
         (("memory", tmp_path), "holds no saved model: there is no config.json"),
         (("memory", saved, "--dtype", "int8"), "dtype must be a floating-point type of torch"),
         (("memory", saved, "--attention", ","), "--attention names no backend"),
-        (("inspect", saved, "--text", latin), "is not UTF-8 text (byte 3: "),
+        (("inspect", saved, "--data", latin), "is not UTF-8 text (byte 3: "),
         (
-            ("plan", saved, "--data", text, "--length", "64", "--keep-softmax", "nan"),
+            ("plan", saved, "--data", text, "--max-length", "64", "--keep-softmax", "nan"),
             "must be a fraction of the",
         ),
     ):

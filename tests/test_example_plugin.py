@@ -45,7 +45,7 @@ def test_list_and_compare(run, tmp_path):
     printed = run(
         command,
         *("compare", "--attention", "flash,cosine", "--lengths", "64,128"),
-        *("--level", "op", "--no-quality", "--threads", 1, "--out", out),
+        *("--level", "op", "--no-quality", "--threads", 1, "--output-dir", out),
     )
     assert "cosine" in printed
     rows = (out / "results.jsonl").read_text().splitlines()

@@ -16,7 +16,7 @@ HEAD = """# Options of every backend
 
 Written by `python -m tools.options_page` from the docstrings; `attnzoo list NAME` shows the same.
 Options go into `attnzoo.swap(model, "linear", window=32)`, `AttentionSpec("linear", window=32)`, or
-on the command line `--attention linear:window=32` or `--attention linear --set window=32`.
+on the command line `--attention linear:window=32`.
 """
 COLUMNS = ["option", "default", "accepts", "meaning"]
 

@@ -121,7 +121,7 @@ class SwapArguments:
         from attnzoo.commands.spec_options import spec_of
 
         if self.attention is not None:
-            return spec_of(self.attention, None, self.layers, self.else_)
+            return spec_of(self.attention, self.layers, self.else_)
         if self.layers or self.else_:
             raise ConfigError("--layers and --else need --attention; give it, or leave them out")
         return None

@@ -11,23 +11,18 @@ from typing import Annotated
 
 import typer
 
-from attnzoo.commands.model_argument import model_name
+from attnzoo.commands.model_argument import Model
 from attnzoo.commands.spec_options import Attentions, spec_of, specs_of, split
 from attnzoo.commands.terminal import AsJson, console, problems
 from attnzoo.errors import SpecError
 from attnzoo.report.format import format_length
 from attnzoo.report.live import show_status
 
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        parser=model_name,
-        help="folder or Hub id of a saved model; default: embedded",
-    ),
-]
 Lengths = Annotated[str, typer.Option(help="tokens: 1k..64k (doubling) or 512,2k,3000")]
-Out = Annotated[Path, typer.Option(help="folder of results; resumes from earlier results in it")]
+OutputDir = Annotated[
+    Path, typer.Option(help="folder of results; resumes from earlier results in it")
+]
+BatchSize = Annotated[int | None, typer.Option(help="rows per call, instead of --tokens")]
 Level = Annotated[str, typer.Option(help="op, model, or all")]
 Dtype = Annotated[
     str | None, typer.Option(help="data type; default: float32 on a CPU, bfloat16 on a GPU")
@@ -46,7 +41,9 @@ Threads = Annotated[int | None, typer.Option(min=1, help="torch threads; default
 Footprint = Annotated[
     bool, typer.Option(help="compute memory of training and decoding at the longest length")
 ]
-Fresh = Annotated[bool, typer.Option(help="set earlier results in --out aside and start over")]
+Fresh = Annotated[
+    bool, typer.Option(help="set earlier results in --output-dir aside and start over")
+]
 
 _NUMBER = re.compile(r"\s*(\d{1,9})\s*([kKmM]?)\s*")
 _UNITS = {"": 1, "k": 1024, "m": 1024**2}
@@ -57,16 +54,16 @@ def compare(
     model: Model = "embedded",
     lengths: Lengths = "1k..16k",
     attention: Attentions = None,
-    out: Out = Path("attnzoo-compare"),
+    output_dir: OutputDir = Path("attnzoo-compare"),
     mode: Annotated[str, typer.Option(help="forward, train or decode")] = "forward",
     level: Level = "all",
     tokens: Annotated[int, typer.Option(help="tokens per call; as many rows as fit")] = 4096,
-    batch: Annotated[int | None, typer.Option(help="rows per call, instead of --tokens")] = None,
+    batch_size: BatchSize = None,
     dtype: Dtype = None,
     device: Device = None,
-    text: Annotated[Path | None, typer.Option(help="text file to measure quality on")] = None,
+    data: Annotated[Path | None, typer.Option(help="text file to measure quality on")] = None,
     quality: Annotated[bool, typer.Option(help="measure quality over length")] = True,
-    quality_length: Annotated[int, typer.Option(help="tokens per row for quality")] = 2048,
+    max_length: Annotated[int, typer.Option(help="tokens per row for quality")] = 2048,
     footprint: Footprint = True,
     min_run_time: MinRunTime = 0.5,
     timeout: Timeout = 60.0,
@@ -89,16 +86,16 @@ def compare(
         model=model,
         lengths=parsed,
         specs=specs_of(attention or ["all"], default_specs),
-        out=out,
+        out=output_dir,
         levels=LEVELS if level == "all" else split(level),
         mode=mode,
         tokens=tokens,
-        batch=batch,
+        batch=batch_size,
         dtype=dtype,
         devices=split(device) if device else None,
-        text=text,
+        text=data,
         quality=quality,
-        quality_length=quality_length,
+        quality_length=max_length,
         footprint=footprint,
         min_run_time=min_run_time,
         timeout=timeout,
@@ -111,11 +108,11 @@ def compare(
     missing = run.missing_quality(config, run.read_model_info(config.model))
     if not as_json:
         show(console, rows, mode, missing)
-    page = write_report(out, rows, mode, missing)
+    page = write_report(output_dir, rows, mode, missing)
     if as_json:
         print(json.dumps(rows, indent=2))
     else:
-        _print_files(out / FILE, page)
+        _print_files(output_dir / FILE, page)
 
 
 def _print_files(numbers: Path, page: Path | None) -> None:
@@ -169,10 +166,10 @@ def tasks(
     task: Annotated[str, typer.Option(help="mqar or duplication")],
     attention: Attentions = None,
     seeds: Annotated[int, typer.Option(help="runs per attention")] = 3,
-    steps: Annotated[
+    max_steps: Annotated[
         int | None, typer.Option(help="training steps; default: those of the task")
     ] = None,
-    out: Out = Path("attnzoo-tasks"),
+    output_dir: OutputDir = Path("attnzoo-tasks"),
     threads: Threads = None,
     fresh: Fresh = False,
     as_json: AsJson = False,
@@ -193,10 +190,10 @@ def tasks(
     with show_status(problems if as_json else console) as show:
         rows = run_tasks(
             task,
-            out,
+            output_dir,
             specs=specs,
             seeds=seeds,
-            steps=steps,
+            steps=max_steps,
             fresh=fresh,
             on_progress=lambda name, done: show(f"{done:.0%}  {name}"),
         )
@@ -204,21 +201,21 @@ def tasks(
         print(json.dumps(rows, indent=2))
         return
     tabulate(found, rows).print(console)
-    console.print(f"Numbers: {out / FILE}")
+    console.print(f"Numbers: {output_dir / FILE}")
 
 
 def inspect(
     model: Model = "embedded",
-    text: Annotated[Path | None, typer.Option(help="text file; its first tokens are used")] = None,
+    data: Annotated[Path | None, typer.Option(help="text file; its first tokens are used")] = None,
     layer: Annotated[int, typer.Option(help="index of the layer")] = 0,
     head: Annotated[int, typer.Option(help="index of the head")] = 0,
     attention: Annotated[str, typer.Option(help="NAME or NAME:OPTION=VALUE,...")] = "linear",
-    tokens: Annotated[int, typer.Option(help="number of tokens")] = 192,
-    out: Annotated[Path, typer.Option(help="folder for maps.json, maps.html and pictures")] = Path(
-        "attnzoo-maps"
-    ),
+    max_length: Annotated[int, typer.Option(help="number of tokens")] = 192,
+    output_dir: Annotated[
+        Path, typer.Option(help="folder for maps.json, maps.html and pictures")
+    ] = Path("attnzoo-maps"),
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="replace the maps in an existing --out")
+        bool, typer.Option("--overwrite", help="replace the maps in an existing --output-dir")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -229,14 +226,14 @@ def inspect(
     from attnzoo.compare.maps import MAPS, make_maps, maps_table, summary, write_maps
     from attnzoo.report.output_path import check_file
 
-    check_file(out / MAPS, overwrite=overwrite)
+    check_file(output_dir / MAPS, overwrite=overwrite)
     spec = spec_of(attention)
-    found = make_maps(model, spec, text=text, layer=layer, head=head, tokens=tokens)
+    found = make_maps(model, spec, text=data, layer=layer, head=head, tokens=max_length)
     if not as_json:
         maps_table(found).print(console)
         console.print(summary(found[0]), soft_wrap=True, highlight=False)
-    page = write_maps(out, found)
+    page = write_maps(output_dir, found)
     if as_json:
-        print((out / MAPS).read_text("utf-8"), end="")
+        print((output_dir / MAPS).read_text("utf-8"), end="")
     else:
-        _print_files(out / MAPS, page)
+        _print_files(output_dir / MAPS, page)

@@ -14,7 +14,7 @@ _DATA = typer.Option(
 )
 Data = Annotated[list[Path], _DATA]
 DataIfGiven = Annotated[list[Path] | None, _DATA]
-Column = Annotated[
+DatasetTextField = Annotated[
     str, typer.Option(help="field of JSON and parquet files and data sets with the text")
 ]
 MaxTokens = Annotated[
@@ -24,7 +24,6 @@ MaxTokens = Annotated[
         "Hub are then streamed, and not downloaded whole"
     ),
 ]
-Length = Annotated[int, typer.Option(help="tokens per row")]
 Control = Annotated[
     int | None, typer.Option(help="window of the baseline, in tokens; default: the swap's window")
 ]
@@ -32,6 +31,6 @@ TargetLength = Annotated[
     int | None,
     typer.Option(
         help="tokens for which the swap is meant: it is evaluated there too, and compared with the "
-        "window of equal memory; default: --length"
+        "window of equal memory; default: --max-length"
     ),
 ]

@@ -10,10 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from attnzoo.commands.data_options import (
-    Column,
     Control,
     DataIfGiven,
-    Length,
+    DatasetTextField,
     MaxTokens,
     TargetLength,
 )
@@ -23,12 +22,6 @@ from attnzoo.commands.spec_options import parse_object, split
 from attnzoo.commands.terminal import AsJson, console, problems
 from attnzoo.errors import ConfigError
 
-
-def _both(name: str, text: str) -> Any:
-    """Return an option that lm_eval has, with its spelling too."""
-    return typer.Option(f"--{name}", f"--{name.replace('-', '_')}", help=text)
-
-
 Rows = Annotated[int, typer.Option(min=1, help="held-out rows")]
 Tasks = Annotated[
     str | None,
@@ -37,16 +30,19 @@ Tasks = Annotated[
 Limit = Annotated[
     float | None, typer.Option(help="documents per task; below 1, a fraction of them")
 ]
-BatchSize = Annotated[str, _both("batch-size", "rows per batch of tasks, or auto")]
-NumFewshot = Annotated[int | None, _both("num-fewshot", "solved examples in a task's prompt")]
+BatchSize = Annotated[str, typer.Option(help="rows per batch of tasks, or auto")]
+NumFewshot = Annotated[int | None, typer.Option(help="solved examples in a task's prompt")]
 MaxLength = Annotated[
-    int | None, _both("max-length", "tokens of a prompt; default: the model's positions")
+    int | None,
+    typer.Option(
+        help="tokens per row, default: 512, and of a task's prompt, default: the model's positions"
+    ),
 ]
-IncludePath = Annotated[Path | None, _both("include-path", "folder of your own tasks")]
+IncludePath = Annotated[Path | None, typer.Option(help="folder of your own tasks")]
 Metadata = Annotated[
     str | None, typer.Option(help='JSON for generated tasks, as {"max_seq_lengths": [4096]}')
 ]
-GenKwargs = Annotated[str | None, _both("gen-kwargs", "of generate(): max_gen_toks=32,...")]
+GenKwargs = Annotated[str | None, typer.Option(help="of generate(): max_gen_toks=32,...")]
 Original = Annotated[
     Path | None,
     typer.Option(
@@ -60,15 +56,14 @@ def evaluate(
     data: DataIfGiven = None,
     rows: Rows = 32,
     max_tokens: MaxTokens = None,
-    length: Length = 512,
+    max_length: MaxLength = None,
     control: Control = None,
     target_length: TargetLength = None,
-    column: Column = "text",
+    dataset_text_field: DatasetTextField = "text",
     tasks: Tasks = None,
     limit: Limit = None,
     batch_size: BatchSize = "1",
     num_fewshot: NumFewshot = None,
-    max_length: MaxLength = None,
     include_path: IncludePath = None,
     metadata: Metadata = None,
     gen_kwargs: GenKwargs = None,
@@ -82,7 +77,6 @@ def evaluate(
     options = {
         "limit": limit,
         "num_fewshot": num_fewshot,
-        "max_length": max_length,
         "include_path": include_path,
         "metadata": None if metadata is None else parse_object(metadata, "--metadata"),
         "gen_kwargs": gen_kwargs,
@@ -90,13 +84,13 @@ def evaluate(
     results = evaluate_model(
         path,
         data or [],
-        column=column,
-        row_length=length,
+        column=dataset_text_field,
+        row_length=max_length or 512,
         rows=rows,
         max_tokens=token_count(max_tokens),
         control=control,
         target_length=target_length,
-        tasks=_harness_tasks(tasks, batch_size, options),
+        tasks=_harness_tasks(tasks, batch_size, max_length, options),
         original=original,
         log=partial((problems if as_json else console).print, soft_wrap=True, highlight=False),
     )
@@ -111,7 +105,9 @@ def evaluate(
         print_results(results)
 
 
-def _harness_tasks(tasks: str | None, batch_size: str, options: dict[str, Any]) -> Any:
+def _harness_tasks(
+    tasks: str | None, batch_size: str, max_length: int | None, options: dict[str, Any]
+) -> Any:
     """Return the tasks with their options; ``None`` without tasks.
 
     Raises:
@@ -125,4 +121,4 @@ def _harness_tasks(tasks: str | None, batch_size: str, options: dict[str, Any]) 
     if tasks is None:
         return None
     size = int(batch_size) if batch_size.isdigit() else batch_size
-    return HarnessTasks(names=split(tasks), batch_size=size, **options)
+    return HarnessTasks(names=split(tasks), batch_size=size, max_length=max_length, **options)

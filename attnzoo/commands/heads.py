@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from attnzoo.commands.compare import Model, Threads
+from attnzoo.commands.compare import Threads
+from attnzoo.commands.model_argument import Model
 from attnzoo.commands.terminal import AsJson, console, problems
 from attnzoo.errors import SpecError
 from attnzoo.hf.configs import read_field
@@ -19,19 +20,19 @@ FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
 
 def heads(
     model: Model = "embedded",
-    text: Annotated[Path | None, typer.Option(help="text file in the model's language")] = None,
+    data: Annotated[Path | None, typer.Option(help="text file in the model's language")] = None,
     rows: Annotated[int, typer.Option(min=1, help="texts to measure on")] = 8,
-    length: Annotated[int, typer.Option(help="tokens per text")] = 128,
+    max_length: Annotated[int, typer.Option(help="tokens per text")] = 128,
     window: Annotated[int, typer.Option(min=1, help="report attention beyond so many tokens")] = 32,
     prune: Annotated[
         float | None, typer.Option(help="fraction of heads to remove, such as 0.4; needs --save")
     ] = None,
     save: Annotated[Path | None, typer.Option(help="new folder for the pruned model")] = None,
-    out: Annotated[
+    output_dir: Annotated[
         Path, typer.Option(help="folder for heads.json, heads.html and pictures")
     ] = Path("attnzoo-heads"),
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="replace the results in an existing --out")
+        bool, typer.Option("--overwrite", help="replace the results in an existing --output-dir")
     ] = False,
     threads: Threads = None,
     as_json: AsJson = False,
@@ -50,16 +51,16 @@ def heads(
     from attnzoo.report.output_path import check_file
 
     _check(prune, save)
-    if text is None and not is_embedded(model):
-        raise SpecError("A model needs --text: give a text file in the model's language")
-    check_file(out / HEADS, overwrite=overwrite)
+    if data is None and not is_embedded(model):
+        raise SpecError("A model needs --data: give a text file in the model's language")
+    check_file(output_dir / HEADS, overwrite=overwrite)
     torch.set_num_threads(threads or torch.get_num_threads())
     path, chosen = model_path(model), {}
     fractions = sorted({*FRACTIONS, *([prune] if prune else [])})
     with show_status(problems if as_json else console) as on_step:
-        study = _load(path, text, rows, length)
+        study = _load(path, data, rows, max_length)
         found = study_heads(study, window=window, fractions=fractions, on_step=on_step)
-        page = write_heads(out, found)
+        page = write_heads(output_dir, found)
         if prune is not None and save is not None:
             positions = study.choose(prune, found.measures["gradient"])
             chosen = {n: [found.numbers[n][i] for i in x] for n, x in positions.items()}
@@ -89,7 +90,7 @@ def _check(prune: float | None, save: Path | None) -> None:
         from attnzoo.hf.saving.files import require_new_folder
         from attnzoo.report.output_path import check_folder
 
-        require_new_folder(save, option="--save")
+        require_new_folder(save)
         check_folder(save)
 
 

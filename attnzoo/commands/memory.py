@@ -8,13 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from attnzoo.commands.compare import Model
+from attnzoo.commands.model_argument import Model
 from attnzoo.commands.spec_options import Attentions, specs_of
 from attnzoo.commands.terminal import AsJson, console, problems
 from attnzoo.report.live import show_status
 
-Length = Annotated[str, typer.Option(help="tokens per row, such as 32k")]
-Batch = Annotated[int, typer.Option(min=1, help="rows")]
+MaxLength = Annotated[str, typer.Option(help="tokens per row, such as 32k")]
+BatchSize = Annotated[int, typer.Option(min=1, help="rows")]
 Dtype = Annotated[
     str | None,
     typer.Option(
@@ -22,7 +22,7 @@ Dtype = Annotated[
         "train in float32)"
     ),
 ]
-Optimizer = Annotated[str, typer.Option(help="adamw, adamw_8bit (bitsandbytes), adafactor or sgd")]
+Optim = Annotated[str, typer.Option(help="adamw, adamw_8bit (bitsandbytes), adafactor or sgd")]
 Train = Annotated[
     str, typer.Option(help="full, lora (adapters and extras) or extras (of the backends)")
 ]
@@ -30,7 +30,9 @@ Bf16 = Annotated[bool, typer.Option("--bf16", help="autocast to bfloat16")]
 LoadIn4bit = Annotated[
     bool, typer.Option("--load-in-4bit", help="frozen linear layers in 4 bits (QLoRA)")
 ]
-Gpus = Annotated[int, typer.Option(help="GPUs that share --batch rows; the memory is that of one")]
+Gpus = Annotated[
+    int, typer.Option(help="GPUs that share --batch-size rows; the memory is that of one")
+]
 Sharding = Annotated[
     str, typer.Option(help="fsdp2 or zero3 (divide all), zero2 (not weights) or ddp (nothing)")
 ]
@@ -41,11 +43,11 @@ Fit = Annotated[
 
 def memory(
     model: Model = "embedded",
-    length: Length = "4k",
-    batch: Batch = 1,
+    max_length: MaxLength = "4k",
+    batch_size: BatchSize = 1,
     attention: Attentions = None,
     dtype: Dtype = None,
-    optimizer: Optimizer = "adamw",
+    optim: Optim = "adamw",
     train: Train = "full",
     bf16: Bf16 = False,
     load_in_4bit: LoadIn4bit = False,
@@ -68,9 +70,9 @@ def memory(
     limit = parse_size(fit, "--fit") if fit else None
     path = str(model_path(model))
     settings: dict[str, Any] = {
-        "length": parse_size(length, "--length"),
+        "length": parse_size(max_length, "--max-length"),
         "dtype": dtype or dtype_name(saved_dtype(Path(path))),
-        **{"batch": batch, "optimizer": optimizer, "train": train, "bf16": bf16},
+        **{"batch": batch_size, "optimizer": optim, "train": train, "bf16": bf16},
         **{"load_in_4bit": load_in_4bit, "gpus": gpus, "sharding": sharding},
     }
     cases = [MemoryCase(path=path, spec=spec, **settings) for spec in _specs(path, attention)]
@@ -82,7 +84,9 @@ def memory(
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    size = f"{format_length(cases[0].length)} tokens, {batch} row{'s' if batch > 1 else ''}"
+    size = (
+        f"{format_length(cases[0].length)} tokens, {batch_size} row{'s' if batch_size > 1 else ''}"
+    )
     title = f"{size}, {settings['dtype']}"
     title += f", one of {gpus} GPUs ({sharding})" if gpus > 1 else ""
     memory_table(rows, title).print(console)

@@ -80,6 +80,14 @@ def _is_embedded_name(name: str) -> bool:
     return is_embedded(name)
 
 
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        parser=model_name,
+        help="folder or Hub id of a saved model; default: embedded",
+    ),
+]
 ModelArgument = Annotated[
     Path,
     typer.Argument(

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attnzoo.commands.model_argument import ModelArgument, model_folder
+from attnzoo.commands.model_argument import Model, ModelArgument
 from attnzoo.commands.spec_options import (
     Attention,
     Attentions,
     Else,
     Layers,
-    Set,
     spec_of,
     specs_of,
 )
@@ -129,8 +128,7 @@ def _print_description(description: Description, as_json: bool) -> None:
 def swap(
     path: ModelArgument,
     attention: Attention,
-    out: Annotated[Path, typer.Option(help="new folder for the swapped model")],
-    option: Set = None,
+    output_dir: Annotated[Path, typer.Option(help="new folder for the swapped model")],
     layers: Layers = None,
     else_: Else = None,
     as_json: AsJson = False,
@@ -140,11 +138,13 @@ def swap(
     from attnzoo.hf.saving.files import swap_files
     from attnzoo.report.output_path import check_folder
 
-    spec = spec_of(attention, option, layers, else_)
-    check_folder(out)
-    _print_description(describe_model(swap_files(path, spec, out)), as_json)
+    spec = spec_of(attention, layers, else_)
+    check_folder(output_dir)
+    _print_description(describe_model(swap_files(path, spec, output_dir)), as_json)
     if not as_json:
-        console.print(f"Written to {out}; load it with from_pretrained after `import attnzoo`.")
+        console.print(
+            f"Written to {output_dir}; load it with from_pretrained after `import attnzoo`."
+        )
 
 
 def convert(
@@ -152,7 +152,7 @@ def convert(
     to: Annotated[
         str, typer.Option(metavar="CLASS", help="family of the class: the model's own, qwen2, ...")
     ],
-    out: Annotated[Path, typer.Option(help="new folder for the converted model")],
+    output_dir: Annotated[Path, typer.Option(help="new folder for the converted model")],
     plan: Annotated[
         Path | None,
         typer.Option(help="plan or spec in JSON for a model that is not swapped"),
@@ -174,12 +174,12 @@ def convert(
     from attnzoo.hf.stock.convert import convert_files
     from attnzoo.report.output_path import check_folder
 
-    check_folder(out)
+    check_folder(output_dir)
     spec, recurrent = _read_plan(plan, recurrent)
-    layers = convert_files(path, to, out, spec, recurrent=recurrent)
+    layers = convert_files(path, to, output_dir, spec, recurrent=recurrent)
     console.print(f"Layers: {', '.join(layers)}.", soft_wrap=True, markup=False)
     console.print(
-        f"Written to {out}; README.md there says which engines run it.",
+        f"Written to {output_dir}; README.md there says which engines run it.",
         soft_wrap=True,
         markup=False,
     )
@@ -201,33 +201,31 @@ def _read_plan(plan: Path | None, recurrent: str | None) -> tuple[Any, str | Non
 
 
 def demo(
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            parser=model_folder,
-            metavar="MODEL",
-            help="folder or Hub id of a causal model; default: the embedded model",
-        ),
-    ] = None,
-    text: Annotated[Path | None, typer.Option(help="text file to evaluate on")] = None,
+    model: Model = "embedded",
+    data: Annotated[Path | None, typer.Option(help="text file to evaluate on")] = None,
     attention: Attentions = None,
-    out: Annotated[Path, typer.Option(help="folder for results and report")] = Path("attnzoo-demo"),
+    output_dir: Annotated[Path, typer.Option(help="folder for results and report")] = Path(
+        "attnzoo-demo"
+    ),
     quick: Annotated[bool, typer.Option(help="use fewer rows, and contexts up to 1k")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare quality, recall, decoding speed and cache size of every attention in one model."""
     from attnzoo.demo.report import summary, terminal_table, write_report
     from attnzoo.demo.run import RESULTS, default_specs, run_demo
+    from attnzoo.evaluation.models import model_path
     from attnzoo.report.charts import WITHOUT_MATPLOTLIB
     from attnzoo.report.output_path import check_folder
 
-    check_folder(out)
+    check_folder(output_dir)
     specs = specs_of(attention or ["all"], default_specs)
     log = problems if as_json else console
-    results = run_demo(model=model, text=text, out=out, specs=specs, quick=quick, console=log)
+    results = run_demo(
+        model=model_path(model), text=data, out=output_dir, specs=specs, quick=quick, console=log
+    )
     if as_json:
-        write_report(out, results)
-        print((out / RESULTS).read_text("utf-8"), end="")
+        write_report(output_dir, results)
+        print((output_dir / RESULTS).read_text("utf-8"), end="")
         return
     terminal_table(results).print(console)
     for result in results:
@@ -235,6 +233,6 @@ def demo(
             message = f"{result.label} is not supported: {result.refused}"
             console.print(message, soft_wrap=True, markup=False)
     console.print(summary(results))
-    console.print(f"Numbers: {out / RESULTS}")
-    page = write_report(out, results)
+    console.print(f"Numbers: {output_dir / RESULTS}")
+    page = write_report(output_dir, results)
     console.print(f"Report:  {page}" if page else WITHOUT_MATPLOTLIB, markup=False)

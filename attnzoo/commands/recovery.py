@@ -11,14 +11,14 @@ from typing import Annotated, Any
 
 import typer
 
-from attnzoo.commands.data_options import Column, Data, MaxTokens
+from attnzoo.commands.data_options import Data, DatasetTextField, MaxTokens
 from attnzoo.commands.model_argument import ModelArgument, argument_of, model_folder
 from attnzoo.commands.spec_options import spec_of
 from attnzoo.commands.terminal import console, problems
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.report.live import show_status
 
-PlanLength = Annotated[
+MaxLength = Annotated[
     int | None, typer.Option(help="tokens per row; default: --target-length, or 512")
 ]
 PlanTarget = Annotated[
@@ -55,7 +55,7 @@ EqualWindow = Annotated[
     int | None, typer.Option(min=1, help="window of every candidate that has one, in tokens")
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="measure and print, but write nothing")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace an existing --out")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace an existing --output-file")]
 INTERRUPTED = 130  # exit code after ^C, as in shells
 
 
@@ -67,7 +67,7 @@ def plan(
     cache_length: Annotated[
         str, typer.Option(help="context length of --cache-bytes in tokens")
     ] = "16k",
-    out: Annotated[Path | None, typer.Option(help="JSON file for the plan")] = None,
+    output_file: Annotated[Path | None, typer.Option(help="JSON file for the plan")] = None,
     candidate: Annotated[
         list[str] | None,
         typer.Option(help="BACKEND (by its presets) or BACKEND:NAME=VALUE,... (repeatable)"),
@@ -76,13 +76,13 @@ def plan(
     equal_window: EqualWindow = None,
     rows: Annotated[int, typer.Option(min=1, help="rows to measure on")] = 8,
     max_tokens: MaxTokens = None,
-    length: PlanLength = None,
+    max_length: MaxLength = None,
     target_length: PlanTarget = None,
     window: Annotated[int, typer.Option(min=1, help="report attention beyond so many tokens")] = 32,
     to: PlanClass = None,
     dry_run: DryRun = False,
     overwrite: Overwrite = False,
-    column: Column = "text",
+    dataset_text_field: DatasetTextField = "text",
 ) -> None:
     """Measure how much each layer needs softmax, and choose an attention for each layer."""
     from attnzoo.report.output_path import check_file
@@ -91,15 +91,15 @@ def plan(
 
     if keep_softmax is not None and cache_bytes is not None:
         raise SpecError("plan takes either --keep-softmax or --cache-bytes")
-    if out is not None and not dry_run:
-        check_file(out, overwrite=overwrite)
+    if output_file is not None and not dry_run:
+        check_file(output_file, overwrite=overwrite)
     keep = 0.25 if keep_softmax is None else keep_softmax
-    row_length = length or target_length or 512
+    row_length = max_length or target_length or 512
     if to is not None and _has_recurrent_layers(to):
         given = {"cache-bytes": cache_bytes, "candidate": candidate, "equal-window": equal_window}
         run = _transferred_student(from_, given)
-        measured = _plan_rows(path, data, column, row_length, max_tokens, rows)
-        _plan_student(path, run, measured, to, keep, None if dry_run else out)
+        measured = _plan_rows(path, data, dataset_text_field, row_length, max_tokens, rows)
+        _plan_student(path, run, measured, to, keep, None if dry_run else output_file)
         return
     budget = None if cache_bytes is None else _budget(cache_bytes, cache_length)
     if to is not None:
@@ -107,16 +107,16 @@ def plan(
         candidate, budget = _for_class(path, to, candidate, budget)
     transferred = None if from_ is None else read_transferred(from_)
     specs = {} if transferred and not candidate else _candidate_specs(candidate, equal_window)
-    measured = _plan_rows(path, data, column, row_length, max_tokens, rows)
+    measured = _plan_rows(path, data, dataset_text_field, row_length, max_tokens, rows)
     with show_status(console) as show:
         options: dict[str, Any] = {"window": window, "target_length": target_length}
         options |= {"budget": budget, "transferred": transferred}
         made_plan = make_plan(path, measured, specs, keep_softmax=keep, on_step=show, **options)
     _print_plan(made_plan)
-    if out is None or dry_run:
-        console.print("Nothing was written; give --out FILE to save the plan.")
+    if output_file is None or dry_run:
+        console.print("Nothing was written; give --output-file FILE to save the plan.")
         return
-    _write_plan(made_plan, out, path)
+    _write_plan(made_plan, output_file, path)
 
 
 def _plan_rows(
@@ -173,7 +173,7 @@ def _plan_student(path: Path, run: Path, rows: Any, to: str, keep: float, out: P
         console.print(f"Plan:   {out}", soft_wrap=True)
         choice = ["--plan", str(out)]
     command = ["attnzoo", "convert", argument_of(path), "--to", to, *choice]
-    console.print(f"Next:   {shlex.join(command)} --out STUDENT", soft_wrap=True)
+    console.print(f"Next:   {shlex.join(command)} --output-dir STUDENT", soft_wrap=True)
 
 
 def _budget(cache_bytes: str, cache_length: str) -> Any:

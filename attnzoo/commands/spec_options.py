@@ -1,4 +1,4 @@
-"""Build specs from the options --attention, --set, --layers and --else.
+"""Build specs from the options --attention, --layers and --else.
 
 ``--attention`` and the values of ``--layers`` are ``NAME`` or ``NAME:OPTION=VALUE,...``.
 """
@@ -18,9 +18,6 @@ _ATTENTION = typer.Option(
 )
 Attention = Annotated[str, _ATTENTION]
 AttentionIfGiven = Annotated[str | None, _ATTENTION]
-Set = Annotated[
-    list[str] | None, typer.Option("--set", help="option of the backend: NAME=VALUE (repeatable)")
-]
 Layers = Annotated[
     list[str] | None,
     typer.Option(help="exceptions: LAYERS=NAME, such as 0-1,11=flash (repeatable)"),
@@ -35,18 +32,15 @@ Attentions = Annotated[
 
 def spec_of(
     attention: str,
-    option: list[str] | None = None,
     layers: list[str] | None = None,
     else_: str | None = None,
 ) -> Any:
     """Return the spec of the command line; like a saved spec, it cannot import code."""
-    from attnzoo.spec import AttentionSpec, parse_backend, parse_option, split_pair
+    from attnzoo.spec import AttentionSpec, parse_backend, split_pair
 
-    one_option = "--set takes NAME=VALUE, such as feature_map=elu+1"
     one_layer = "--layers takes LAYERS=NAME, such as 0-1=flash"
     whole = "--attention takes NAME:OPTION=VALUE,..., such as linear:feature_map=elu+1,window=8"
     backend = parse_backend(attention, whole)
-    backend["options"] |= dict(parse_option(text, one_option) for text in option or ())
     pairs = dict(split_pair(text, one_layer) for text in layers or ())
     return AttentionSpec.from_dict({**backend, "layers": pairs, "else": else_})
 

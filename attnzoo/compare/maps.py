@@ -145,12 +145,12 @@ def make_maps(
 def _first_text(path: Path, text: Path | None, model: str, tokens: int) -> str:
     """Return the start of a text's first document."""
     if tokens < 2:
-        raise SpecError(f"--tokens must be 2 or more, got {tokens}")
+        raise SpecError(f"--max-length must be 2 or more, got {tokens}")
     if text is None and not is_embedded(model):
-        raise SpecError("A model needs --text: give a text file in the model's language")
+        raise SpecError("A model needs --data: give a text file in the model's language")
     limit = max_positions(path)
     if limit is not None and tokens > limit:
-        raise SpecError(f"--tokens must be at most the model's {limit} positions, got {tokens}")
+        raise SpecError(f"--max-length must be at most the model's {limit} positions, got {tokens}")
     if text is None:
         return held_out_files()[0].decode("utf-8", "replace")[:CHARACTERS]
     return read_documents(text)[0][:CHARACTERS]

@@ -224,7 +224,7 @@ def compare(
         if row["model"]["sha"] != info.sha:
             raise SpecError(
                 f"{str(config.out)!r} holds results of another model ({row['model']['name']}); "
-                "give --out another folder, or --fresh to start over"
+                "give --output-dir another folder, or --fresh to start over"
             )
     rows = [row for row in earlier if row["machine"] == about["machine"]]
     memory = {"cpu": int(0.75 * free_memory())}
@@ -306,7 +306,7 @@ def missing_quality(config: CompareConfig, info: ModelInfo) -> str:
     if not info.text_model:
         return "the model does not run on token ids alone"
     if config.text is None and not is_embedded(config.model):
-        return "give --text a file in the model's language"
+        return "give --data a file in the model's language"
     return ""
 
 

@@ -104,12 +104,11 @@ def run_demo(
         AttnzooError: An argument is invalid; nothing is written then.
     """
     if model is not None and text is None and not is_embedded(str(model)):
-        raise SpecError("--model needs --text: give a text file in the model's language")
+        raise SpecError("A model needs --data: give a text file in the model's language")
     path = model or embedded_model_path()
     if not (path / "config.json").is_file():
         raise SpecError(
-            f"{str(path)!r} holds no model (no config.json); give --model the folder of a saved "
-            "model"
+            f"{str(path)!r} holds no model (no config.json); give the folder of a saved model"
         )
     require_causal(path, "the demo measures text prediction and decoding")
     rows, lengths = (8, list(LENGTHS[:2])) if quick else (48, list(LENGTHS))

@@ -104,7 +104,7 @@ def read_text(text: Path | None) -> str:
     except OSError as error:
         raise SpecError(
             f"The text file {str(text)!r} cannot be read ({error.strerror or error}); give "
-            "--text a file in the model's language"
+            "--data a file in the model's language"
         ) from error
 
 

@@ -144,8 +144,8 @@ def make_embedding_batch(
     middle = median_low(map(len, documents))
     if len(documents) == 1 and middle < length - len(special):
         raise SpecError(
-            f"The text has {middle} tokens, but a row needs {length}; give a longer --text, or a "
-            "smaller --quality-length"
+            f"The text has {middle} tokens, but a row needs {length}; give a longer --data, or a "
+            "smaller --max-length"
         )
     length = min(length, middle + len(special))
     generator, texts, size = torch.Generator().manual_seed(0), {}, length

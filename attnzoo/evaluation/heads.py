@@ -306,7 +306,7 @@ def head_rows_of_text(
     """
     limit = max_positions(path)
     if length < 2 or (limit is not None and length > limit):
-        raise SpecError(f"--length must be 2 to {limit or 'any'} tokens, got {length}")
+        raise SpecError(f"--max-length must be 2 to {limit or 'any'} tokens, got {length}")
     if not all(layer.geometry.causal for layer in layers):
         texts = make_embedding_batch(path, text, length, rows).texts
         return Rows.of_documents(texts[max(texts)].tokens)

@@ -92,8 +92,8 @@ def make_recall_batch(path: Path, text: Path | None, length: int) -> RecallEvalB
     tokens = torch.cat(documents)
     if len(tokens) < length:
         raise SpecError(
-            f"The text has {len(tokens)} tokens, but a row needs {length}; give a longer --text, "
-            "or a smaller --quality-length"
+            f"The text has {len(tokens)} tokens, but a row needs {length}; give a longer --data, "
+            "or a smaller --max-length"
         )
     generator = torch.Generator().manual_seed(0)
     bytes_per_token = sum(len(x.encode()) for x in strings) / len(tokens)

@@ -47,7 +47,7 @@ def read(path: Path) -> list[Row]:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"The results in {str(path)!r} cannot be read: {error}") from error
-    remedy = "use --fresh to start over (the file is kept as .old), or give another --out"
+    remedy = "use --fresh to start over (the file is kept as .old), or give another --output-dir"
     rows = []
     lines = text.splitlines()
     for number, line in enumerate(lines, 1):

@@ -50,18 +50,18 @@ def check_file(path: Path, *, overwrite: bool) -> None:
         OutputError: The file exists, or cannot be written.
     """
     if path.is_dir():
-        raise OutputError(f"{str(path)!r} is a folder; give --out a file")
+        raise OutputError(f"{str(path)!r} is a folder; give a file")
     _check_link(path)
     check_folder(path.parent)
     if path.exists() and not overwrite:
-        raise OutputError(f"{str(path)!r} exists; give --overwrite to replace it, or another --out")
+        raise OutputError(f"{str(path)!r} exists; give --overwrite to replace it, or another path")
 
 
 def cannot_be_written(out: Path, error: OSError) -> str:
     """Return the message of a failed write to a folder."""
     return (
-        f"{str(out)!r} cannot be written ({error.strerror or error}); give --out a folder that you "
-        "can create and write to"
+        f"{str(out)!r} cannot be written ({error.strerror or error}); give a folder that you can "
+        "create and write to"
     )
 
 
@@ -69,5 +69,5 @@ def _check_link(path: Path) -> None:
     if path.is_symlink() and not path.exists():
         raise OutputError(
             f"{str(path)!r} is a link to {os.readlink(path)!r}, which does not exist; remove the "
-            "link, or give another --out"
+            "link, or give another path"
         )

@@ -145,10 +145,10 @@ def why_not_judged(kl: Tensor, rows: Rows) -> str:
     """
     first, longest = first_difference(kl, rows), max(map(len, rows.documents()))
     what = f"rows of {longest:,} tokens"
-    advice = "rows of {:,} tokens or more (--length)"
+    advice = "rows of {:,} tokens or more (--max-length)"
     if rows.is_packed:
         what = f"documents of at most {longest:,} tokens"
-        advice = "documents of {:,} tokens or more, in rows as long (--length)"
+        advice = "documents of {:,} tokens or more, in rows as long (--max-length)"
     if first is None:
         return (
             f"it reads every key of {what}, and its loss there is 0 whatever the model; measure it "

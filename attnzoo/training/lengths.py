@@ -102,7 +102,7 @@ def equal_sentence(lines: Mapping[str, Quality], equal: EqualWindow | None, leng
     if is_hidden(equal, length):
         return (
             f"Against {name} nothing can be said: it sees every key of rows of {length:,} tokens; "
-            f"evaluate on rows of more than {equal.widest:,} (--length or --target-length)."
+            f"evaluate on rows of more than {equal.widest:,} (--max-length or --target-length)."
         )
     found = compare("the swap", lines["result"], "the window", lines["equal window"])
     return f"Against {name} on rows of {length:,} tokens: {found}" if found else ""

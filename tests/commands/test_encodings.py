@@ -72,7 +72,9 @@ def run(*arguments, **variables):
 
 def test_a_process_prints_an_odd_path(tmp_path):
     out = tmp_path / "sö me → this"
-    done = run("swap", "embedded", "--attention", "flash", "--out", out, PYTHONIOENCODING="latin-1")
+    done = run(
+        "swap", "embedded", "--attention", "flash", "--output-dir", out, PYTHONIOENCODING="latin-1"
+    )
     assert done.returncode == 0, done.stderr
     assert "s\xf6 me ? this" in done.stdout
     assert (out / "config.json").is_file()

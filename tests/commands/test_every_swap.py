@@ -27,7 +27,7 @@ COMMANDS = (
     *("memory", "plan", "recover", "finetune"),
     *("evaluate", "compare", "heads", "convert"),
 )
-GIVEN = re.compile(r"--(?:attention|candidate) ([\w.:=,]+)((?: --set [\w=+.]+)*)")
+GIVEN = re.compile(r"--(?:attention|candidate) ([\w.:=,]+)")
 
 
 def examples():
@@ -35,12 +35,9 @@ def examples():
     found = {}
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         text = path.read_text().replace("\\\n", " ")
-        for attention, options in GIVEN.findall(text):
-            given = [x for x in options.split(" --set ") if x]
+        for attention in GIVEN.findall(text):
             names = [attention] if ":" in attention else attention.split(",")
-            for name in names if attention != "all" else ():
-                text_of = ",".join([name if ":" in name or not given else f"{name}:", *given])
-                found[text_of.replace(":,", ":")] = path.name
+            found |= dict.fromkeys(names if attention != "all" else ())
     return list(found)
 
 
@@ -132,28 +129,37 @@ def run(monkeypatch, capfd):
 
 def arguments(command, swap, model, swapped, text, out):
     """Return a short call of a command."""
-    rows = ("--data", text, "--length", 64)
+    rows = ("--data", text, "--max-length", 64)
     train = ("--attention", swap, "--data", text, "--max-length", 64, "--output-dir", out)
     train += ("--per-device-train-batch-size", 2, "--max-steps", 1)
     return {
-        "memory": (model, "--attention", swap, "--length", 64),
-        "plan": (model, "--candidate", swap, *rows, "--rows", 2, "--out", out / "plan.json"),
+        "memory": (model, "--attention", swap, "--max-length", 64),
+        "plan": (
+            model,
+            "--candidate",
+            swap,
+            *rows,
+            "--rows",
+            2,
+            "--output-file",
+            out / "plan.json",
+        ),
         "recover": (model, *train, "--transfer-steps", 1),
         "finetune": (model, *train),
         "evaluate": (swapped, *rows, "--rows", 2),
         "compare": (
-            *(model, "--attention", swap, "--lengths", 64, "--tokens", 64, "--text", text),
-            *("--quality-length", 64, "--level", "model", "--min-run-time", 0.01, "--out", out),
+            *(model, "--attention", swap, "--lengths", 64, "--tokens", 64, "--data", text),
+            *("--max-length", 64, "--level", "model", "--min-run-time", 0.01, "--output-dir", out),
         ),
-        "heads": (swapped, "--text", text, "--rows", 1, "--length", 32, "--out", out),
-        "convert": (swapped, "--to", "granite_swa", "--out", out),
+        "heads": (swapped, "--data", text, "--rows", 1, "--max-length", 32, "--output-dir", out),
+        "convert": (swapped, "--to", "granite_swa", "--output-dir", out),
     }[command]
 
 
 def call(run, command, swap, model, text, tmp_path):
     swapped = tmp_path / "swapped"
     if command in ("evaluate", "heads", "convert"):
-        code, _, said = run("swap", model, "--attention", swap, "--out", swapped)
+        code, _, said = run("swap", model, "--attention", swap, "--output-dir", swapped)
         assert code == 0, said
     code, passes, said = run(
         command, *arguments(command, swap, model, swapped, text, tmp_path / "out")

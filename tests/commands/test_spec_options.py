@@ -1,4 +1,4 @@
-"""The syntax of --attention, --set and --layers, and the argument that names a model."""
+"""The syntax of --attention and --layers, and the argument that names a model."""
 
 import sys
 from pathlib import Path
@@ -15,18 +15,11 @@ from attnzoo.registry import available_backends, get_backend
 from tests.processes import run
 
 
-def test_options_after_a_colon_equal_set():
-    expected = AttentionSpec("linear", feature_map="hedgehog", window=8)
-    assert spec_of("linear:feature_map=hedgehog,window=8") == expected
-    assert spec_of("linear:feature_map=hedgehog", ["window=8"]) == expected
-    assert spec_of("linear", ["feature_map=hedgehog", "window=8"]) == expected
-
-
 def test_layers_take_options():
     expected = AttentionSpec(
         "longformer", window=[4, 8], layers={"0-1": {"backend": "flash", "options": {"window": 4}}}
     )
-    assert spec_of("longformer:window=[4, 8]", None, ["0-1=flash:window=4"]) == expected
+    assert spec_of("longformer:window=[4, 8]", ["0-1=flash:window=4"]) == expected
     expected = AttentionSpec("linear", else_={"backend": "flash", "options": {"window": 4}})
     assert spec_of("linear", else_="flash:window=4") == expected
 
@@ -47,9 +40,9 @@ def test_several_attentions():
     [
         (("linear:window",), "--attention takes NAME:OPTION=VALUE,.*; got 'window'"),
         (("linear:window=4,window=8",), "--attention takes .*; got 'window' twice"),
-        (("linear", ["window="]), "--set takes NAME=VALUE"),
-        (("linear", None, ["flash"]), "--layers takes LAYERS=NAME"),
-        (("linear", None, ["0=flash:window"]), "layers.'0'. takes"),
+        (("linear:window=",), "--attention takes .*; got 'window='"),
+        (("linear", ["flash"]), "--layers takes LAYERS=NAME"),
+        (("linear", ["0=flash:window"]), "layers.'0'. takes"),
     ],
 )
 def test_incomplete_options_are_refused(arguments, message):

@@ -195,7 +195,7 @@ def test_without_quality_the_headline_says_so():
     text, table = findings(costs)
     assert "its quality was not measured." in text
     assert {cells[1] for cells in table.values()} == {"-"}
-    assert "not measured (give --text a file)" in findings(costs, "give --text a file")[0]
+    assert "not measured (give --data a file)" in findings(costs, "give --data a file")[0]
     failed = quality("linear", 0) | {"status": "failed", "reason": "the loss is nan"}
     assert "not measured (failed: the loss is nan)" in findings([*costs, failed])[0]
 

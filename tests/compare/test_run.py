@@ -414,7 +414,7 @@ def test_a_full_disk_keeps_whole_rows(tmp_path):
 def test_why_no_quality_is_measured(llama, text):
     info = read_model_info(str(llama))
     given = compare_config(llama, None)
-    assert missing_quality(given, info) == "give --text a file in the model's language"
+    assert missing_quality(given, info) == "give --data a file in the model's language"
     assert missing_quality(compare_config(llama, None, text=text), info) == ""
     assert "not requested" in missing_quality(compare_config(llama, None, quality=False), info)
     assert missing_quality(compare_config("embedded", None), info) == ""

@@ -109,7 +109,7 @@ def test_users_own_model(tmp_path):
 
 
 def test_a_model_without_text_is_refused(tmp_path):
-    with pytest.raises(SpecError, match="needs --text"):
+    with pytest.raises(SpecError, match="needs --data"):
         run_demo(model=tmp_path, text=None, out=tmp_path, specs=None, quick=True, console=QUIET)
 
 

@@ -157,7 +157,7 @@ def test_plans_keep_the_limit_of_the_cache_in_use(half, tmp_path, monkeypatch, c
     """A limit as large as the cache swaps nothing; the smallest cache is known before a run."""
 
     def plan(size):
-        size = ("--cache-bytes", size, "--cache-length", 400, "--out", out, "--overwrite")
+        size = ("--cache-bytes", size, "--cache-length", 400, "--output-file", out, "--overwrite")
         monkeypatch.setattr(sys, "argv", [str(x) for x in ("attnzoo", "plan", half, *given, *size)])
         with pytest.raises(SystemExit) as stop:
             main()
@@ -166,7 +166,7 @@ def test_plans_keep_the_limit_of_the_cache_in_use(half, tmp_path, monkeypatch, c
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {i} has {i * i} in it\n" for i in range(400)))
     limit = allocated(half, "flash", 400)
-    given = ("--candidate", "longformer:window=8", "--data", text, "--length", 64, "--rows", 2)
+    given = ("--candidate", "longformer:window=8", "--data", text, "--max-length", 64, "--rows", 2)
     out = tmp_path / "plan.json"
     for share, swapped in ((1, 0), (0.7, 1), (0.1, 2)):
         assert not plan(int(share * limit))

@@ -170,7 +170,7 @@ def test_command(tmp_path, monkeypatch, capsys):
         captured = capsys.readouterr()
         return stop.value.code, captured.err if stop.value.code else captured.out
 
-    size = model, "--text", text, "--rows", 2, "--length", 16, "--out", tmp_path / "out"
+    size = model, "--data", text, "--rows", 2, "--max-length", 16, "--output-dir", tmp_path / "out"
     code, out = run(*size, "--prune", 0.25, "--save", tmp_path / "pruned")
     assert code == 0
     assert "by gradient" in out

@@ -288,8 +288,8 @@ def test_command(configs, monkeypatch, capsys):
         captured = capsys.readouterr()
         return stop.value.code, captured.out + captured.err
 
-    size = configs / "llama", "--length", 64
-    given = ("--gpus", 2, "--batch", 2, "--sharding", "zero2", "--bf16", "--optimizer", "sgd")
+    size = configs / "llama", "--max-length", 64
+    given = ("--gpus", 2, "--batch-size", 2, "--sharding", "zero2", "--bf16", "--optim", "sgd")
     code, out = run(*size, *given, "--attention", "linear:feature_map=relu", "--json")
     assert code == 0
     (row,) = json.loads(out)
@@ -308,9 +308,9 @@ def test_command(configs, monkeypatch, capsys):
     assert "is not causal" not in out
     assert "a projection of the full sequence is not" in out
     assert "checkpointed" in out
-    code, out = run(configs / "bert", "--length", 128)
+    code, out = run(configs / "bert", "--max-length", 128)
     assert code == 0
     assert "64 positions" in out
-    code, out = run(configs / "llama", "--length", "many")
+    code, out = run(configs / "llama", "--max-length", "many")
     assert code == 2
-    assert "--length must be a size" in out
+    assert "--max-length must be a size" in out

@@ -52,9 +52,9 @@ def test_command(saved, text, tmp_path, attnzoo_command):
     """The plan converts without another option."""
     plan, out = tmp_path / "plan.json", tmp_path / "out"
     budget = ("--cache-bytes", TOKEN * 140, "--cache-length", 120)
-    given = ("--data", text, "--length", 100, "--target-length", 120, "--out", plan)
+    given = ("--data", text, "--max-length", 100, "--target-length", 120, "--output-file", plan)
     attnzoo_command("plan", saved, "--to", "granite_swa", *budget, *given)
     assert json.loads(plan.read_text())["spec"]["layers"]
-    attnzoo_command("convert", saved, "--to", "granite_swa", "--plan", plan, "--out", out)
+    attnzoo_command("convert", saved, "--to", "granite_swa", "--plan", plan, "--output-dir", out)
     config = hf.AutoConfig.from_pretrained(out)
     assert "sliding_attention" in config.layer_types

@@ -79,17 +79,17 @@ def test_outputs_are_checked_before_anything_is_measured(
     below = tmp_path / "file" / "below"
     data = ["--data", text]
     for given, message in (
-        (["plan", saved, *data, "--out", tmp_path / "file"], "exists; give --overwrite"),
-        (["plan", saved, *data, "--out", tmp_path], "is a folder; give --out a file"),
-        (["plan", saved, *data, "--out", tmp_path / "link"], "is a link to"),
-        (["plan", saved, *data, "--out", below, "--overwrite"], "cannot be written"),
-        (["inspect", "--out", tmp_path / "maps"], "exists; give --overwrite"),
-        (["inspect", "--out", tmp_path / "link"], "is a link to"),
-        (["inspect", "--out", below], "cannot be written"),
-        (["compare", "--out", below], "cannot be written"),
-        (["demo", "--out", below], "cannot be written"),
-        (["swap", saved, "--attention", "flash", "--out", below], "cannot be written"),
-        (["tasks", "--task", "mqar", "--out", below], "cannot be written"),
+        (["plan", saved, *data, "--output-file", tmp_path / "file"], "exists; give --overwrite"),
+        (["plan", saved, *data, "--output-file", tmp_path], "is a folder; give a file"),
+        (["plan", saved, *data, "--output-file", tmp_path / "link"], "is a link to"),
+        (["plan", saved, *data, "--output-file", below, "--overwrite"], "cannot be written"),
+        (["inspect", "--output-dir", tmp_path / "maps"], "exists; give --overwrite"),
+        (["inspect", "--output-dir", tmp_path / "link"], "is a link to"),
+        (["inspect", "--output-dir", below], "cannot be written"),
+        (["compare", "--output-dir", below], "cannot be written"),
+        (["demo", "--output-dir", below], "cannot be written"),
+        (["swap", saved, "--attention", "flash", "--output-dir", below], "cannot be written"),
+        (["tasks", "--task", "mqar", "--output-dir", below], "cannot be written"),
     ):
         code, _, err = attnzoo(*given)
         assert code == 2, given
@@ -100,7 +100,18 @@ def test_outputs_are_checked_before_anything_is_measured(
 
 def test_a_plan_names_the_embedded_model(attnzoo, text, tmp_path):
     out = tmp_path / "plan.json"
-    given = ["plan", "embedded", "--data", text, "--length", 32, "--rows", 1, "--out", out]
+    given = [
+        "plan",
+        "embedded",
+        "--data",
+        text,
+        "--max-length",
+        32,
+        "--rows",
+        1,
+        "--output-file",
+        out,
+    ]
     code, printed, _ = attnzoo(*given, "--candidate", "longformer:window=4")
     assert code == 0
     assert f"Next:   attnzoo recover embedded --plan {out} ..." in printed
@@ -109,7 +120,7 @@ def test_a_plan_names_the_embedded_model(attnzoo, text, tmp_path):
 def test_brackets_are_printed_as_they_are(attnzoo, saved, text, tmp_path):
     """Rich reads [red] and [/x] as markup."""
     out = tmp_path / "[red][/x]" / "plan.json"
-    given = ["plan", saved, "--data", text, "--length", 32, "--rows", 1, "--out", out]
+    given = ["plan", saved, "--data", text, "--max-length", 32, "--rows", 1, "--output-file", out]
     code, printed, _ = attnzoo(*given, "--candidate", "longformer:window=4")
     assert code == 0
     assert f"Plan:   {out}" in printed

@@ -122,8 +122,8 @@ def test_plan_from_a_run_by_the_command(
 ):
     out = tmp_path / "plan.json"
     attnzoo_command(
-        *("plan", saved, "--data", text, "--out", out, "--from", transferred, "--rows", 2),
-        *("--candidate", "longformer:window=16", "--length", 64, "--keep-softmax", 0),
+        *("plan", saved, "--data", text, "--output-file", out, "--from", transferred, "--rows", 2),
+        *("--candidate", "longformer:window=16", "--max-length", 64, "--keep-softmax", 0),
     )
     plan = json.loads(out.read_text())
     assert plan["candidates"][0]["name"].startswith("gated_linear:")

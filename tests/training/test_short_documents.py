@@ -116,7 +116,7 @@ def loss_of(documents, log_probs):
 def test_plan_measures_documents(data, gpt2, attnzoo_command, tmp_path):
     out = tmp_path / "plan.json"
     attnzoo_command(
-        *("plan", gpt2, "--data", data, "--length", LENGTH, "--rows", 2, "--out", out),
+        *("plan", gpt2, "--data", data, "--max-length", LENGTH, "--rows", 2, "--output-file", out),
         *("--candidate", "longformer:window=24", "--target-length", 160),
     )
     texts, _ = split_documents(load_documents([data], RowOptions(), None))
@@ -243,7 +243,7 @@ def test_commands_with_a_text_measure_documents(data, gpt2, attnzoo_command, tmp
         expected = loss_of(documents, alone(gpt2, spec, documents))
         assert result.bits_per_byte == pytest.approx(expected, rel=1e-5)
         assert result.recall_bits_per_byte is None
-    text = ("--text", data, "--out", tmp_path, "--overwrite")
+    text = ("--data", data, "--output-dir", tmp_path, "--overwrite")
     attnzoo_command("heads", gpt2, *text, "--rows", 3)
     texts = [StringTokenizer(gpt2)(json.loads(x)["text"]) for x in data.read_text().splitlines()]
     size = sorted(map(len, texts))[(len(texts) - 1) // 2]
@@ -254,7 +254,7 @@ def test_commands_with_a_text_measure_documents(data, gpt2, attnzoo_command, tmp
     entropy = -(weights * weights.clamp_min(1e-30).log2()).sum(-1).mean((0, 2))
     found = json.loads((tmp_path / "heads.json").read_text())["measures"]["entropy"]
     assert found["transformer.h.1.attn"] == pytest.approx(entropy.tolist(), rel=1e-4)
-    attnzoo_command("inspect", gpt2, "--attention", "linear", *text, "--tokens", 160)
+    attnzoo_command("inspect", gpt2, "--attention", "linear", *text, "--max-length", 160)
     maps = json.loads((tmp_path / "maps.json").read_text())["heads"]
     assert maps[0]["tokens"] == len(texts[0])
 
@@ -320,8 +320,7 @@ def test_documents_of_models_that_read_the_place_in_a_row(family):
 def test_documents_beyond_the_positions_are_refused(command, gpt2, tmp_path, monkeypatch, capsys):
     """Before anything is measured; a row may be longer where its documents are not."""
     (tmp_path / "long.txt").write_text("".join(sentences(2, [9000])))
-    trains = command in ("recover", "finetune")
-    given = ("--data", tmp_path / "long.txt", "--max-length" if trains else "--length", 161)
+    given = ("--data", tmp_path / "long.txt", "--max-length", 161)
     if command == "evaluate":
         model = hf.AutoModelForCausalLM.from_pretrained(gpt2)
         attnzoo.swap(model, WINDOW).save_pretrained(tmp_path / "swapped")

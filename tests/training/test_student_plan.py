@@ -104,12 +104,12 @@ def test_command(folders, to, text, tmp_path, attnzoo_command, capsys):
     """The plan converts without another option."""
     plan, out = tmp_path / "plan.json", tmp_path / "out"
     run = ("--to", to, "--from", folders / "student", "--keep-softmax", 0.5)
-    given = ("--data", text, "--length", 64, "--rows", 2)
-    attnzoo_command("plan", folders / "teacher", *run, *given, "--out", plan)
+    given = ("--data", text, "--max-length", 64, "--rows", 2)
+    attnzoo_command("plan", folders / "teacher", *run, *given, "--output-file", plan)
     layers = json.loads(plan.read_text())["recurrent"]
-    assert f"--plan {plan} --out STUDENT" in capsys.readouterr().out
+    assert f"--plan {plan} --output-dir STUDENT" in capsys.readouterr().out
     convert = ("convert", folders / "teacher", "--to", to, "--plan", plan)
-    attnzoo_command(*convert, "--out", out)
+    attnzoo_command(*convert, "--output-dir", out)
     kinds = hf.AutoConfig.from_pretrained(out).layer_types
     assert [str(n) for n, x in enumerate(kinds) if x == "linear_attention"] == layers.split(",")
 

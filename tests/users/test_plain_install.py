@@ -75,14 +75,14 @@ def test_every_command_and_public_name_works_or_names_its_extra(tmp_path):
     data, out = tmp_path / "data.txt", str(tmp_path / "out")
     data.write_text("a line of text\n" * 2000)
     (tmp_path / "script.py").write_text("")
-    training = ("embedded", "--data", str(data), "--out", f"{out}-run")
+    training = ("embedded", "--data", str(data), "--output-dir", f"{out}-run")
     into = ("embedded", "--data", str(data), "--output-dir", f"{out}-run")
     swapped, window = f"{out}-swap", ("--attention", "flash:window=48")
     train, report, tasks = "attnzoo[train]", "attnzoo[report]", "attnzoo[eval]"
     calls = {
         ("list", "linear"): "",
         ("describe", "embedded"): "",
-        ("swap", "embedded", *window, "--out", swapped): "",
+        ("swap", "embedded", *window, "--output-dir", swapped): "",
         ("convert", "embedded", "--to", "mistral", "--help"): "",
         ("recover", "--help"): "",
         ("finetune", "--help"): "",
@@ -91,8 +91,25 @@ def test_every_command_and_public_name_works_or_names_its_extra(tmp_path):
         ("finetune", *into, *window): train,
         ("evaluate", swapped, "--data", str(data)): train,
         ("evaluate", swapped, "--tasks", "attnzoo_ruler"): tasks,
-        ("heads", "embedded", "--rows", "1", "--length", "32", "--out", f"{out}-heads"): report,
-        ("inspect", "embedded", *window, "--tokens", "16", "--out", f"{out}-maps"): report,
+        (
+            "heads",
+            "embedded",
+            "--rows",
+            "1",
+            "--max-length",
+            "32",
+            "--output-dir",
+            f"{out}-heads",
+        ): report,
+        (
+            "inspect",
+            "embedded",
+            *window,
+            "--max-length",
+            "16",
+            "--output-dir",
+            f"{out}-maps",
+        ): report,
         ("run", "script.py"): "",
     }
     # they measure for long, and draw by the same function as heads

@@ -129,18 +129,10 @@ def swap_files(path: Path, spec: AttentionSpec, out: Path) -> PreTrainedModel:
     return model
 
 
-def require_new_folder(out: Path, *, option: str = "--out") -> None:
-    """Raise an error if a folder has content.
-
-    Args:
-        out: The folder.
-        option: The option of the command that names it.
-
-    Raises:
-        SpecError: ``out`` is not empty.
-    """
+def require_new_folder(out: Path) -> None:
+    """Raise ``SpecError`` if a folder has content."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise SpecError(f"{str(out)!r} exists and is not empty; give {option} a new folder")
+        raise SpecError(f"{str(out)!r} exists and is not empty; give a new folder")
 
 
 def save_copy(model: PreTrainedModel, path: Path, out: Path) -> None:

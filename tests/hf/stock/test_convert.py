@@ -302,7 +302,7 @@ def test_command(tmp_path, monkeypatch, capsys, fresh_python):
     model = model_of("llama", vocab_size=384)
     save(model, source)
     plan.write_text(json.dumps({"spec": SOME.to_dict()}))
-    given = ("convert", source, "--plan", plan, "--out", out)
+    given = ("convert", source, "--plan", plan, "--output-dir", out)
     assert run(monkeypatch, *given, "--to", "llama") == 2
     assert "Classes that can" in capsys.readouterr().err
     assert not out.exists()

@@ -384,7 +384,7 @@ def test_command(to, tmp_path, monkeypatch, capsys, fresh_python):
     source, out = tmp_path / "source", tmp_path / "out"
     save(model_of(SOURCES[to], vocab_size=384), source)
     save_byte_tokenizer(source)
-    given = ("convert", source, "--to", to, "--recurrent", "1", "--out", out)
+    given = ("convert", source, "--to", to, "--recurrent", "1", "--output-dir", out)
     assert run(monkeypatch, *given) == 0
     assert "full, recurrent, full" in capsys.readouterr().out
     config = json.loads((out / "config.json").read_text())
