@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -21,13 +24,21 @@ from transformers import (
     GPT2LMHeadModel,
     MistralConfig,
     MistralForCausalLM,
+    PreTrainedModel,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
 
 from attnzoo.compare.workers import OK, Workers
-from attnzoo.evaluation.memory import TOTALS, MemoryCase, estimate, measure
+from attnzoo.evaluation.memory import (
+    TOTALS,
+    MemoryEstimator,
+    enable_checkpointing,
+    inference,
+    training_loss,
+)
 from attnzoo.evaluation.models import embedded_model_path
+from attnzoo.evaluation.timing import profile_allocations
 from attnzoo.report.format import format_bytes, format_length
 from attnzoo.report.table import Table
 from attnzoo.spec import AttentionSpec
@@ -76,18 +87,49 @@ CONFIGURATIONS = (
 )
 
 
-def make_case(row: Configuration, folder: Path) -> MemoryCase:
-    """Return a case; write the config of its family to the folder, without weights."""
+def make_estimator(row: Configuration, folder: Path) -> MemoryEstimator:
+    """Return what computes a row; write the config of its family to the folder, no weights."""
     path = embedded_model_path()
     if row.model in FAMILIES:
         cls, config = FAMILIES[row.model]
         config.architectures = [cls.__name__]
         path = folder / row.model
         config.save_pretrained(path)
-    spec = None if row.attention is None else AttentionSpec(row.attention, **row.options).to_dict()
-    return MemoryCase(
-        path=str(path), spec=spec, length=row.length, batch=row.batch, dtype=row.dtype
+    spec = None if row.attention is None else AttentionSpec(row.attention, **row.options)
+    return MemoryEstimator(path=path, spec=spec, batch=row.batch, dtype=row.dtype)
+
+
+def measure(estimator: MemoryEstimator, length: int) -> dict[str, int | None]:
+    """Return the computed memory with what this process really allocates in its place.
+
+    The weights are random, and the optimizer does not run.
+    """
+    torch.manual_seed(0)
+    model = estimator.build(length)
+    tokens = torch.randint(model.config.vocab_size, (estimator.batch, length))
+    for _ in range(2):  # the first call allocates persistent buffers
+        prompt, cache, step = inference(
+            model.eval(), tokens, estimator.longest, lambda run: profile_allocations(run)[0]
+        )
+    forward = training_loss(model.train(), tokens, estimator.bf16)
+    kept, peak = measure_training(model, forward)
+    again = measure_training(model, forward) if enable_checkpointing(model) else None
+    use = replace(
+        estimator.compute(length),
+        **{"activations": kept, "peaks": (peak,), "prompt": prompt, "cache": cache, "step": step},
+        activations_checkpointed=again and again[0],
+        peaks_checkpointed=again and (again[1],),
     )
+    return use.to_dict()
+
+
+def measure_training(model: PreTrainedModel, forward: Callable[[], Tensor]) -> tuple[int, int]:
+    """Return the bytes that a forward pass keeps, and the peak of forward + backward."""
+    for _ in range(2):  # the profiler counts only those blocks as freed that it saw before
+        model.zero_grad(set_to_none=True)
+        kept = profile_allocations(forward)[1]
+        peak = profile_allocations(lambda: forward().backward())[0]
+    return kept, peak
 
 
 def main() -> None:
@@ -100,13 +142,13 @@ def main() -> None:
         if only not in (None, number):
             continue
         with tempfile.TemporaryDirectory() as folder:
-            case = make_case(row, Path(folder))
-            computed = estimate(case).to_dict()
+            estimator = make_estimator(row, Path(folder))
+            computed = estimator.at(row.length).to_dict()
             workers = Workers(
                 threads=torch.get_num_threads(), timeout=600, memory_bytes={"cpu": 12 * 2**30}
             )
-            result = workers.run(measure, case)
-        name = f"{row.model}, {case.attention}"
+            result = workers.run(measure, estimator, row.length)
+        name = f"{row.model}, {estimator.attention}"
         size = f"{format_length(row.length)} x {row.batch}, {row.dtype}"
         if result["status"] != OK:
             raise SystemExit(f"{name}, {size}: {result}")

@@ -38,9 +38,6 @@ Memory = Annotated[
     float | None, typer.Option(help="memory limit per case in GiB; default: 3/4 of the free memory")
 ]
 Threads = Annotated[int | None, typer.Option(min=1, help="torch threads; default: all cores")]
-Footprint = Annotated[
-    bool, typer.Option(help="compute memory of training and decoding at the longest length")
-]
 Fresh = Annotated[
     bool, typer.Option(help="set earlier results in --output-dir aside and start over")
 ]
@@ -64,7 +61,6 @@ def compare(
     data: Annotated[Path | None, typer.Option(help="text file to measure quality on")] = None,
     quality: Annotated[bool, typer.Option(help="measure quality over length")] = True,
     max_length: Annotated[int, typer.Option(help="tokens per row for quality")] = 2048,
-    footprint: Footprint = True,
     min_run_time: MinRunTime = 0.5,
     timeout: Timeout = 60.0,
     memory: Memory = None,
@@ -96,7 +92,6 @@ def compare(
         text=data,
         quality=quality,
         quality_length=max_length,
-        footprint=footprint,
         min_run_time=min_run_time,
         timeout=timeout,
         memory_gib=memory,

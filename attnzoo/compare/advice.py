@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from attnzoo.compare.equal_windows import EQUAL
 from attnzoo.compare.fit import Curve, best_exact, clear_gain, clearly_faster, crossover
-from attnzoo.compare.memory import EQUAL
 from attnzoo.compare.workers import OK
 from attnzoo.evaluation.margins import mean_of
 from attnzoo.evaluation.results import Row

@@ -21,7 +21,6 @@ from attnzoo.compare.fit import (
     interpolate,
     make_curves,
 )
-from attnzoo.compare.memory import computed_memory_table
 from attnzoo.compare.run import group_costs
 from attnzoo.compare.tables import MODE_NAMES, cost_table, group_title, not_measured, quality_table
 from attnzoo.compare.workers import OK
@@ -76,9 +75,6 @@ def show(console: Console, rows: Sequence[Row], mode: str, missing: str = "") ->
     for group, curves in group_curves(rows).items():
         if group[2] == mode and any(curve.ms or curve.missing for curve in curves):
             cost_table(curves, group).print(console)
-    memory = computed_memory_table(rows)
-    if memory is not None:
-        memory.print(console)
     for name, reason in not_measured(rows):
         console.print(f"{name}: {reason}", soft_wrap=True, highlight=False, markup=False)
     text, findings = advice(rows, mode, missing)
@@ -111,10 +107,6 @@ def write_report(out: Path, rows: Sequence[Row], mode: str, missing: str = "") -
             costs = cost_plots(group, curves)
             plots += costs
             body += [page.plots_html(costs), cost_table(curves, group).html()]
-    memory = computed_memory_table(rows)
-    if memory is not None:
-        body += [page.heading(memory.title), page.paragraph(memory.caption, muted=True)]
-        body.append(memory.html())
     body += [page.reasons("Not measured", not_measured(rows)), page.footer(_footer(rows))]
     charts.write_pictures(out, plots)
     return page.write_page(out / PAGE, title="attnzoo compare", body=body)

@@ -25,12 +25,7 @@ from attnzoo.compare.cases import (
     is_exact,
     make_cases,
 )
-from attnzoo.compare.memory import (
-    add_equal_windows,
-    add_memory,
-    equal_windows,
-    memory_cases,
-)
+from attnzoo.compare.equal_windows import add_equal_windows, equal_windows
 from attnzoo.compare.workers import (
     NOT_RUN,
     OK,
@@ -77,12 +72,11 @@ class CompareConfig:
         tokens: Tokens per call; the number of rows follows from it.
         batch: Number of rows, instead of ``tokens``.
         dtype: Data type; when ``None``, time is measured in float32 on a CPU and bfloat16 on a GPU,
-            and caches and memory are counted in the dtype of the saved weights.
+            and caches are counted in the dtype of the saved weights.
         devices: Devices; all available ones when ``None``.
         text: File to evaluate quality on; the standard library for the embedded model.
         quality: Whether to measure quality.
         quality_length: Tokens per row in the quality measurement.
-        footprint: Whether to compute the memory of training and decoding at the longest length.
         min_run_time: Duration of all timed calls of a case together in seconds, at least two calls.
         timeout: Time limit of a case in seconds.
         memory_gib: Memory limit of a case; when ``None``, three quarters of the free memory on a
@@ -104,7 +98,6 @@ class CompareConfig:
     text: Path | None = None
     quality: bool = True
     quality_length: int = 2048
-    footprint: bool = True
     min_run_time: float = 0.5
     timeout: float = 60.0
     memory_gib: float | None = None
@@ -236,25 +229,21 @@ def compare(
         memory_bytes={device: count for device, count in memory.items() if count},
         preload=[info.module],
     )
-    sizes = memory_cases(cases, info.dtype) if config.footprint and info.text_model else []
-    total = len(cases) + len(sizes) + (len(specs) if batch else 0)
+    total = len(cases) + (len(specs) if batch else 0)
     if unchecked := _gpu_cases(cases, rows):
         on_progress(0, total, "checking GPU kernels, up to a minute each, once")
         patient = Workers(threads=workers.threads, timeout=CHECK_SECONDS, memory_bytes={})
         for text in patient.run(check_case_kernels, unchecked, info).get("checks", ()):
             log(text)
-    rows = add_memory(  # first: what is computed, in seconds
-        sizes, info, config.out, about, rows, lambda n, name: on_progress(n, total, name)
-    )
-    done = len(sizes)
     if batch:
-        if info.generates and sizes:
-            rows = add_equal_windows(sizes, info, config.out, about, rows)
+        if info.generates:
+            on_progress(0, total, "windows of equal memory")
+            rows = add_equal_windows(cases, info, config.out, about, rows)
             specs = _with_equal_windows(specs, rows, batch.shape[1])
-        total = done + len(specs) + len(cases)
+        total = len(specs) + len(cases)
         rows = _measure_quality(
             specs, info, workers, config.out, about, rows, batch,
-            lambda n, name: on_progress(done + n, total, name),
+            lambda n, name: on_progress(n, total, name),
         )  # fmt: skip
     return _measure_costs(
         *(cases, info, workers, config, about, rows),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from attnzoo.compare.advice import faster_from, losses, speedups
+from attnzoo.compare.equal_windows import equal_windows
 from attnzoo.compare.fit import HORIZON, Curve
-from attnzoo.compare.memory import equal_windows
 from attnzoo.compare.workers import NOT_RUN, OK
 from attnzoo.evaluation.results import Row
 from attnzoo.report.format import format_bytes, format_length, number, significant

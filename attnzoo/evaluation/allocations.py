@@ -1,6 +1,6 @@
-"""Count the bytes that operations allocate: on real tensors, or without allocating them.
+"""Count the bytes that operations allocate, without allocating them.
 
-To allocate nothing, operations run on fake tensors, which have shapes and no data. Integers and
+Operations run on fake tensors, which have shapes and no data. Integers and
 booleans are computed for real, because models and backends read them: positions, padding, blocks.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from accelerate import init_empty_weights
@@ -25,71 +25,32 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from attnzoo.errors import AttnzooError, UnsupportedError
-from attnzoo.evaluation.timing import profile_allocations
 from attnzoo.runtime.memory import buffer_bytes
 
 REAL_ELEMENTS = 2**24  # tensors of integers with more elements are fake
 
 
-class Allocation(NamedTuple):
-    """Bytes that a call allocates, above those that were allocated before."""
-
-    peak: int  # the most at any time
-    kept: int  # after the call, while its result exists
-    peaks: tuple[int, ...]  # the most between one mark and the next
-
-
-Meter = Callable[..., Allocation]  # of a function, and of one that is called before each run
-
-
-def real_meter(run: Callable[[], Any], reset: Callable[[], Any] = lambda: None) -> Allocation:
-    """Run a function twice on CPU tensors; the second time is measured.
-
-    The first call allocates persistent buffers, which are not counted. The profiler sees it too,
-    because it counts only those blocks as freed whose allocation it has seen.
-    """
-    reset()
-    profile_allocations(run)
-    reset()
-    peak, kept = profile_allocations(run)
-    return Allocation(peak, kept, (peak,))
-
-
 class AllocationTracker(TorchDispatchMode):
     """Count the bytes of the storages that operations on fake tensors create.
 
-    It is a ``Meter``. Buffers that a kernel allocates and frees within one operation are
-    counted where the operator registers them (``register_buffer_bytes``).
+    Buffers that a kernel allocates and frees within one operation are counted where the operator
+    registers them (``register_buffer_bytes``).
 
     Attributes:
         current: Bytes of the counted storages that are alive.
-        peak: The largest ``current`` since the last mark.
+        peak: The largest ``current`` since a caller set it.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.current = self.peak = 0
-        self._peaks: list[int] = []  # between marks
         self._alive: dict[int, int] = {}  # storage -> bytes; 0 for those of inputs
 
-    def __call__(
-        self, run: Callable[[], Any], reset: Callable[[], Any] = lambda: None
-    ) -> Allocation:
-        """Run a function once and return what it allocates."""
-        reset()
-        self._peaks.clear()
+    def peak_of(self, run: Callable[[], Any]) -> int:
+        """Return the most bytes that a function allocates at any time."""
         before = self.peak = self.current
-        result = run()
-        kept = self.current - before
-        del result
-        self.mark()
-        peaks = tuple(peak - before for peak in self._peaks)
-        return Allocation(max(peaks), kept, peaks)
-
-    def mark(self) -> None:
-        """Record the peak since the last mark."""
-        self._peaks.append(self.peak)
-        self.peak = self.current
+        run()
+        return self.peak - before
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -21,7 +21,6 @@ from attnzoo.commands.compare import parse_lengths
 from attnzoo.compare import run as run_module
 from attnzoo.compare.advice import qualities, unable
 from attnzoo.compare.cases import make_cases
-from attnzoo.compare.memory import computed_memory_table
 from attnzoo.compare.report import advice, group_curves, write_report
 from attnzoo.compare.run import (
     CompareConfig,
@@ -85,7 +84,7 @@ def compare_config(model, out, **given):
     """Return a plan that takes little time."""
     specs = [AttentionSpec("flash"), AttentionSpec("linear")]
     base = {"lengths": [64, 128, 256], "specs": specs, "tokens": 256, "threads": 1}
-    base |= {"footprint": False, "min_run_time": 0.02}
+    base |= {"min_run_time": 0.02}
     return CompareConfig(model=str(model), out=out, **(base | given))
 
 
@@ -176,7 +175,9 @@ def test_memory_is_what_the_call_holds(measured):
 def test_quality_is_judged_inside_and_beyond_the_trained_length(measured):
     _, rows = measured
     judged = {row["attention"]: row for row in rows if row["kind"] == "quality"}
-    assert set(judged) == {"flash", "linear"}
+    (equal,) = (row for row in rows if row["kind"] == "equal window")
+    assert (equal["attention"], equal["T"]) == ("linear", 256)
+    assert set(judged) == {"flash", "linear", f"flash window {equal['window']}"}
     for row in judged.values():
         assert row["trained"] == 128
         assert 6 < row["bits_per_byte"] < 11  # an untrained model: about log2(384)
@@ -475,20 +476,3 @@ def test_exact_attention_is_added_where_none_was_named(llama):
     info = read_model_info(str(llama))
     specs, _ = run_module.check(compare_config(llama, None, specs=[AttentionSpec("linear")]), info)
     assert [spec.default.backend for spec in specs] == ["flash", "linear"]
-
-
-def test_memory_at_the_longest_length(llama, tmp_path):
-    specs = [AttentionSpec("flash"), AttentionSpec("linformer", num_rows=4)]
-    options = {"lengths": [32, 64], "specs": specs, "footprint": True, "levels": ["model"]}
-    config = compare_config(llama, tmp_path, **options, quality=False)
-    rows = compare(config)
-    found = {row["attention"]: row for row in rows if row["kind"] == "memory"}
-    assert [row["T"] for row in found.values()] == [64, 64]
-    flash = found["flash"]["computed"]
-    assert flash["training"] > flash["parameters"] + flash["gradients"] + flash["optimizer"]
-    assert flash["cache"] == 4 * 2 * 2 * 64 * 4 * 2 * 8  # of a call with 4 rows
-    table = computed_memory_table(rows)
-    assert [row[0] for row in table.rows] == ["flash"]
-    assert "64 tokens, 4 rows" in table.title
-    assert found["linformer num_rows 4"]["status"] == REFUSED
-    assert len(compare(config)) == len(rows)  # all known

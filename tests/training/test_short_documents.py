@@ -221,7 +221,7 @@ def test_commands_with_a_text_measure_documents(data, gpt2, attnzoo_command, tmp
     )
     config = CompareConfig(
         **{"model": str(gpt2), "lengths": [8], "levels": ["op"], "out": tmp_path, "text": data},
-        **{"specs": [WINDOW], "quality_length": 160, "footprint": False, "min_run_time": 0.01},
+        **{"specs": [WINDOW], "quality_length": 160, "min_run_time": 0.01},
     )
     measured = {x["attention"]: x for x in compare(config) if x["kind"] == "quality"}
     batch = make_recall_batch(gpt2, data, 160)
