@@ -28,9 +28,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import attnzoo
 from attnzoo.contract.masks import AttentionMask
-from attnzoo.evaluation.data import make_eval_batch
 from attnzoo.evaluation.models import embedded_model_path, load_swapped
-from attnzoo.evaluation.quality import measure_quality
+from attnzoo.evaluation.quality import evaluate_rows, make_eval_batch
 from attnzoo.evaluation.timing import time_together
 from attnzoo.hf.seam import cache_argument
 from attnzoo.ops.block_sparse.api import block_sparse_attention
@@ -87,7 +86,7 @@ class Evaluation:
 
     def __init__(self) -> None:
         self.path = embedded_model_path()
-        self.batch = make_eval_batch(self.path, None, rows=ROWS, row_length=512, stream_length=8)
+        self.batch = make_eval_batch(self.path, None, rows=ROWS, row_length=512)
         (self.softmax, _), (self.window, keys) = (
             self.measure(load_swapped(self.path, AttentionSpec(name, **options)))
             for name, options in (("softmax", {}), ("flash", {"window": 32}))
@@ -98,10 +97,10 @@ class Evaluation:
 
     def measure(self, model: Any) -> tuple[list[float], float]:
         """Return the losses on plain rows and on copies, and the attended keys per query."""
-        found = measure_quality(model, self.batch)
-        assert found.recall_bits_per_byte is not None
+        found = evaluate_rows(model, self.batch)
+        assert found.recall is not None
         keys = attended_keys(model, self.batch.rows.tokens[:4])
-        return [found.bits_per_byte, found.recall_bits_per_byte], keys
+        return [found.loss, found.recall], keys
 
     def show(self, name: str, options: dict[str, Any], model: Any) -> None:
         """Print the fractions of the gaps in loss and in recall that a model closes."""

@@ -16,8 +16,8 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM
 
-from attnzoo.evaluation.data import make_eval_batch
 from attnzoo.evaluation.models import embedded_model_path
+from attnzoo.evaluation.quality import make_eval_batch
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.plan import Planner
 
@@ -29,7 +29,7 @@ def main(
     """Measure every choice; the other layers have a window of 32."""
     path = embedded_model_path()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    batch = make_eval_batch(path, None, rows=rows, row_length=512, stream_length=8)
+    batch = make_eval_batch(path, None, rows=rows, row_length=512)
     assert batch.repeated is not None
     planner = Planner(model, batch.repeated, {"window": AttentionSpec("flash", window=32)})
     measures = planner.measure()

@@ -20,8 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from attnzoo.evaluation.corpus import byte_tokens, cut_rows, held_out_files, join
 from attnzoo.evaluation.models import embedded_model_path
-from attnzoo.evaluation.quality import losses_of
-from attnzoo.evaluation.rows import predictions
+from attnzoo.evaluation.rows import losses_of, predictions
 
 BUCKETS = (0, 256, 512, 1024, 2048, 4096)
 

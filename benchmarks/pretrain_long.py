@@ -31,9 +31,13 @@ from attnzoo.evaluation.corpus import (
     BYTE_OFFSET,
     join,
 )
-from attnzoo.evaluation.generation import measure_generation, with_reference
+from attnzoo.evaluation.generation import (
+    make_recall_batch,
+    measure_generation,
+    measure_recall,
+    with_reference,
+)
 from attnzoo.evaluation.models import EMBEDDED, model_path
-from attnzoo.evaluation.recall import make_recall_batch, measure_recall
 from benchmarks.pretrain_tiny import make_optimizers
 from tools.python_text import standard_library_files
 

@@ -42,9 +42,8 @@ from attnzoo.evaluation.corpus import (
     held_out_files,
     join,
 )
-from attnzoo.evaluation.data import EvalBatch, rows_with_repeats
 from attnzoo.evaluation.models import embedded_model_path
-from attnzoo.evaluation.quality import TextQuality, measure_quality
+from attnzoo.evaluation.quality import EvalBatch, Quality, evaluate_rows, rows_with_repeats
 from tools.python_text import standard_library_files
 
 
@@ -113,13 +112,13 @@ def make_optimizers(model: PreTrainedModel, name: str, lr: float) -> list[torch.
     ]
 
 
-def evaluate(model: PreTrainedModel, tokens: Tensor, context: int, rows: int) -> TextQuality:
+def evaluate(model: PreTrainedModel, tokens: Tensor, context: int, rows: int) -> Quality:
     """Return the bits per byte on held-out rows, and on the second copy of a repeated segment."""
     generator = torch.Generator().manual_seed(1)
     plain = cut_rows([tokens], rows, context, generator)
     repeated, repeats = rows_with_repeats(plain, generator)
-    batch = EvalBatch(rows=plain, repeated=repeated, repeats=repeats, stream=tokens[:0])
-    return measure_quality(model, batch)
+    batch = EvalBatch(rows=plain, repeated=repeated, repeats=repeats)
+    return evaluate_rows(model, batch)
 
 
 def token_losses(model: PreTrainedModel, rows: Tensor) -> Tensor:

@@ -33,8 +33,8 @@ import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import attnzoo
-from attnzoo.evaluation.data import EvalBatch
 from attnzoo.evaluation.models import embedded_model_path
+from attnzoo.evaluation.quality import EvalBatch, Quality, evaluate_rows
 from attnzoo.hf.models.speed_up import speed_up
 from attnzoo.hf.saving.files import read_config
 from attnzoo.hf.stock.classes import classes_for
@@ -42,9 +42,8 @@ from attnzoo.hf.stock.convert import convert_files
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.arguments import RecoveryArguments
 from attnzoo.training.data import RowOptions, load_rows
-from attnzoo.training.eval_rows import rows_to_eval_batch
+from attnzoo.training.evaluator import as_dicts, rows_to_eval_batch
 from attnzoo.training.plan import make_plan
-from attnzoo.training.quality import Quality, as_dicts, evaluate_rows
 from attnzoo.training.recover import recover
 from benchmarks.byte_tokenizer import as_tokenizer_json
 from benchmarks.recover import FOLDERS

@@ -42,7 +42,6 @@ IncludePath = Annotated[Path | None, typer.Option(help="folder of your own tasks
 Metadata = Annotated[
     str | None, typer.Option(help='JSON for generated tasks, as {"max_seq_lengths": [4096]}')
 ]
-GenKwargs = Annotated[str | None, typer.Option(help="of generate(): max_gen_toks=32,...")]
 Original = Annotated[
     Path | None,
     typer.Option(
@@ -66,21 +65,29 @@ def evaluate(
     num_fewshot: NumFewshot = None,
     include_path: IncludePath = None,
     metadata: Metadata = None,
-    gen_kwargs: GenKwargs = None,
     original: Original = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare a swapped model with softmax and with its window alone, on text or on tasks."""
+    from attnzoo.evaluation.harness import Harness
     from attnzoo.training.arguments import token_count
     from attnzoo.training.evaluator import evaluate as evaluate_model
+    from attnzoo.training.report import tasks_table
 
-    options = {
+    options: dict[str, Any] = {
         "limit": limit,
         "num_fewshot": num_fewshot,
         "include_path": include_path,
         "metadata": None if metadata is None else parse_object(metadata, "--metadata"),
-        "gen_kwargs": gen_kwargs,
     }
+    given = [name for name, value in options.items() if value is not None]
+    if tasks is None and given:
+        raise ConfigError(f"{given[0]} is an option of tasks; give --tasks, or leave it out")
+    harness = None
+    if tasks is not None:
+        size = int(batch_size) if batch_size.isdigit() else batch_size
+        options |= {"batch_size": size, "max_length": max_length}
+        harness = Harness(path, split(tasks), **options)
     results = evaluate_model(
         path,
         data or [],
@@ -90,7 +97,7 @@ def evaluate(
         max_tokens=token_count(max_tokens),
         control=control,
         target_length=target_length,
-        tasks=_harness_tasks(tasks, batch_size, max_length, options),
+        tasks=harness,
         original=original,
         log=partial((problems if as_json else console).print, soft_wrap=True, highlight=False),
     )
@@ -98,27 +105,6 @@ def evaluate(
         print(json.dumps(results, indent=2, default=str))
         return
     if "tasks" in results:
-        from attnzoo.training.report import tasks_table
-
         tasks_table(results).print(console)
     if "lines" in results:
         print_results(results)
-
-
-def _harness_tasks(
-    tasks: str | None, batch_size: str, max_length: int | None, options: dict[str, Any]
-) -> Any:
-    """Return the tasks with their options; ``None`` without tasks.
-
-    Raises:
-        ConfigError: An option of tasks is given without them.
-    """
-    from attnzoo.evaluation.harness import HarnessTasks
-
-    given = [name for name, value in options.items() if value is not None]
-    if tasks is None and given:
-        raise ConfigError(f"{given[0]} is an option of tasks; give --tasks, or leave it out")
-    if tasks is None:
-        return None
-    size = int(batch_size) if batch_size.isdigit() else batch_size
-    return HarnessTasks(names=split(tasks), batch_size=size, max_length=max_length, **options)

@@ -336,14 +336,9 @@ def print_results(results: dict[str, Any]) -> None:
         for name, loss in results["lines"].items():
             console.print(f"{name:13} {loss:.4f} nats a token of held-out text", highlight=False)
         return
-    from attnzoo.training.report import generation_table, longer_tables, results_table
+    from attnzoo.training.report import results_table
 
     results_table(results).print(console)
-    if (generation := generation_table(results)) is not None:
-        generation.print(console)
-    for table, sentence in longer_tables(results):
-        table.print(console)
-        console.print(sentence, soft_wrap=True)
     console.print(results["verdict"], style="bold", soft_wrap=True)
 
 

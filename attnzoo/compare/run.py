@@ -39,8 +39,8 @@ from attnzoo.compare.workers import (
 )
 from attnzoo.errors import SpecError, did_you_mean
 from attnzoo.evaluation.embeddings import EmbeddingEvalBatch, make_embedding_batch
+from attnzoo.evaluation.generation import RecallEvalBatch, make_recall_batch
 from attnzoo.evaluation.models import is_embedded, max_positions, model_path, spec_label
-from attnzoo.evaluation.recall import RecallEvalBatch, make_recall_batch
 from attnzoo.evaluation.results import FORMAT, Row, append, commit, open_results
 from attnzoo.evaluation.timing import contradicted, machine
 from attnzoo.hf.configs import has_field, read_field

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -17,11 +16,15 @@ from attnzoo.compare.build import cache_size, load, prepare
 from attnzoo.compare.cases import CostCase, ModelInfo
 from attnzoo.errors import AttnzooError
 from attnzoo.evaluation.embeddings import EmbeddingEvalBatch, measure_embeddings
-from attnzoo.evaluation.generation import measure_generation, with_reference
+from attnzoo.evaluation.generation import (
+    RecallEvalBatch,
+    measure_generation,
+    measure_recall,
+    with_reference,
+)
 from attnzoo.evaluation.kernel_checks import check_kernels
 from attnzoo.evaluation.process import WorkerDied, WorkerProcess, WorkerTimeout
-from attnzoo.evaluation.quality import NonFiniteError
-from attnzoo.evaluation.recall import RecallEvalBatch, measure_recall
+from attnzoo.evaluation.rows import NonFiniteError
 from attnzoo.evaluation.timing import measure, measure_beside
 from attnzoo.hf.swap.convert import original_attention
 
@@ -83,7 +86,7 @@ def measure_quality(
     if batch.generation is not None:
         with original_attention(model):
             generation = with_reference(batch.generation, model)
-        generated = asdict(measure_generation(model, generation))
+        generated = measure_generation(model, generation)
     return measure_recall(model, batch, info.trained_positions) | {"generation": generated}
 
 

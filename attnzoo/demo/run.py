@@ -16,7 +16,6 @@ from transformers.utils import logging as transformers_logging
 
 import attnzoo
 from attnzoo.errors import AttnzooError, SpecError
-from attnzoo.evaluation.data import EvalBatch, make_eval_batch
 from attnzoo.evaluation.decoding import PREFILL_TOKENS, measure_together
 from attnzoo.evaluation.equal_memory import saved_cache_bytes
 from attnzoo.evaluation.models import (
@@ -29,7 +28,7 @@ from attnzoo.evaluation.models import (
     spec_label,
 )
 from attnzoo.evaluation.presets import preset_specs
-from attnzoo.evaluation.quality import measure_quality, rows_per_step
+from attnzoo.evaluation.quality import EvalBatch, evaluate_rows, make_eval_batch
 from attnzoo.evaluation.timing import machine
 from attnzoo.hf.swap.convert import original_attention
 from attnzoo.registry import available_backends
@@ -116,9 +115,7 @@ def run_demo(
     if limit is not None:
         lengths = [n for n in lengths if n + 64 <= limit] or [limit // 2]
     row_length = min(512, limit or 512)
-    batch = make_eval_batch(
-        path, text, rows=rows, row_length=row_length, stream_length=max(lengths)
-    )
+    batch = make_eval_batch(path, text, rows=rows, row_length=row_length)
     softmax = AttentionSpec("softmax")  # what the others are compared with
     specs = [softmax, *(s for s in specs or default_specs(None) if s != softmax)]
     transformers_logging.set_verbosity_error()
@@ -144,24 +141,22 @@ def _measure(
 ) -> SwapResult:
     """Measure one attention; an unsupported one has its reason as result."""
     result = SwapResult(label=spec_label(spec), spec=spec.to_dict())
-    measured = [batch.rows, *([] if batch.repeated is None else [batch.repeated])]
-    steps = sum(-(-len(rows) // rows_per_step(rows)) for rows in measured) + len(lengths)
-    steps += 2 * sum(-(-n // PREFILL_TOKENS) for n in lengths)
+    steps = 1 + len(lengths) + 2 * sum(-(-n // PREFILL_TOKENS) for n in lengths)
     task = progress.add_task(result.label, total=steps)
     try:
         model = load_swapped(path, spec)
         result.parameters_added = sum(row.extras for row in attnzoo.describe(model))
-        quality = measure_quality(model, batch, lambda: progress.advance(task))
-        result.bits_per_byte = quality.bits_per_byte
-        result.recall_bits_per_byte = quality.recall_bits_per_byte
-        result.loss_rows = quality.loss_rows
+        quality = evaluate_rows(model, batch)
+        progress.advance(task)
+        result.bits_per_byte, result.recall_bits_per_byte = quality.loss, quality.recall
+        result.loss_rows = [*quality.loss_rows]
+        tokens = batch.rows.tokens.flatten()
+        stream = tokens.repeat(-(-max(lengths) // len(tokens)))[: max(lengths)]
         contexts: dict[str, Callable[[], AbstractContextManager[Any]]] = {
             "swap": nullcontext,
             "original": lambda: original_attention(model),
         }
-        costs = measure_together(
-            model, contexts, batch.stream, lengths, lambda: progress.advance(task)
-        )
+        costs = measure_together(model, contexts, stream, lengths, lambda: progress.advance(task))
         cost = costs["swap"]
         result.decode_ms = cost.decode_ms
         result.cache_bytes = {

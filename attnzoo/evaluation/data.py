@@ -1,11 +1,9 @@
-"""Text as evaluation batches: rows, rows with a repeated segment, and a token stream."""
+"""Text files as documents, and documents as tokens and rows."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,76 +12,11 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from attnzoo.errors import SpecError, UnsupportedError
-from attnzoo.evaluation.corpus import (
-    MIN_REPEAT_LENGTH,
-    Repeat,
-    add_repeats,
-    cut_rows,
-    held_out_files,
-    join,
-)
-from attnzoo.evaluation.generation import GenerationBatch
-from attnzoo.evaluation.rows import IGNORE_INDEX, Rows, pack_documents
+from attnzoo.evaluation.corpus import cut_rows, held_out_files, join
+from attnzoo.evaluation.rows import Rows, pack_documents
 from attnzoo.hf.pretrained import load_pretrained
 
-LINES_OF_JSON = (".jsonl",)
-LEAST_REPEAT = 128  # tokens of a row that takes a repeat, for models with so few positions
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalBatch:
-    """Rows of tokens to evaluate a causal model on.
-
-    Attributes:
-        rows: Plain text.
-        repeated: Those of the rows that have a document of enough tokens, each with one segment
-            of it copied to a later position of it; ``None`` if there is none.
-        repeats: The positions of the two copies, one per row of ``repeated``.
-        stream: ``[L]``, text that fills a cache.
-        generation: Rows that models continue; ``None`` if generation is not measured.
-    """
-
-    rows: Rows
-    repeated: Rows | None
-    repeats: list[Repeat]
-    stream: Tensor
-    generation: GenerationBatch | None = None
-
-    def to(self, device: torch.device) -> EvalBatch:
-        """Return the batch with its tensors on a device."""
-        names = ("rows", "repeated", "stream", "generation")
-        given = {name: x for name in names if (x := getattr(self, name)) is not None}
-        moved: dict[str, Any] = {name: x.to(device) for name, x in given.items()}
-        return replace(self, **moved)
-
-
-def rows_with_repeats(
-    rows: Rows, generator: torch.Generator, *, least: int = MIN_REPEAT_LENGTH
-) -> tuple[Rows | None, list[Repeat]]:
-    """Return copies of the rows that take a repeat, each with one, and the repeats.
-
-    Args:
-        rows: Plain text.
-        generator: Draws the positions.
-        least: Tokens that a document needs for a repeat.
-    """
-    written = replace(rows, tokens=rows.tokens.clone())
-    repeats = add_repeats(written, generator, least=least)
-    kept = [i for i, repeat in enumerate(repeats) if repeat is not None]
-    return written.select(kept) if kept else None, [x for x in repeats if x is not None]
-
-
-def unigram_bits_per_byte(rows: Rows) -> float:
-    """Return the loss of a model that knows only how frequent each evaluated token is.
-
-    A model that is not below it on these rows predicts nothing: it is not trained, or the text is
-    in another language.
-    """
-    tokens = rows.tokens.long()
-    if rows.is_packed or rows.labels is not None:
-        tokens = tokens[rows.targets != IGNORE_INDEX]
-    frequencies = tokens.flatten().bincount().double() / tokens.numel()
-    return float(torch.special.entr(frequencies).sum()) / (math.log(2) * rows.bytes_per_token)
+LINES_OF_JSON = ".jsonl"
 
 
 def read_text(text: Path | None) -> str:
@@ -117,7 +50,7 @@ def read_documents(text: Path | None) -> list[str]:
         SpecError: The file does not exist or cannot be read, or a line has no ``"text"``.
     """
     string = read_text(text)
-    if text is None or text.suffix.lower() not in LINES_OF_JSON:
+    if text is None or text.suffix.lower() != LINES_OF_JSON:
         return [string]
     found = []
     for number, line in enumerate(string.splitlines(), 1):
@@ -218,34 +151,3 @@ def text_rows(
     if len(documents) == 1:
         return cut_rows(documents, count, length, generator, bytes_per_token)
     return pack_documents(documents, count, length, bytes_per_token)
-
-
-def make_eval_batch(
-    path: Path, text: Path | None, *, rows: int, row_length: int, stream_length: int
-) -> EvalBatch:
-    """Tokenize a text with a model's tokenizer and cut it into an evaluation batch.
-
-    Args:
-        path: Folder of the model.
-        text: File; the standard library's held-out files when ``None``.
-        rows: N.
-        row_length: T.
-        stream_length: L; a shorter text is repeated.
-
-    Raises:
-        SpecError: The file does not exist or cannot be read.
-    """
-    strings, encode = read_documents(text), StringTokenizer(path)
-    documents = [encode(x) for x in strings]
-    tokens = torch.cat(documents)
-    generator = torch.Generator().manual_seed(0)
-    bytes_per_token = sum(len(x.encode()) for x in strings) / len(tokens)
-    plain = text_rows(documents, rows, row_length, bytes_per_token, generator)
-    least = min(MIN_REPEAT_LENGTH, max(LEAST_REPEAT, row_length))
-    repeated, repeats = rows_with_repeats(plain, generator, least=least)
-    return EvalBatch(
-        rows=plain,
-        repeated=repeated,
-        repeats=repeats,
-        stream=tokens.repeat(-(-stream_length // len(tokens)))[:stream_length],
-    )

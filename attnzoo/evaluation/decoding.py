@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedModel
 
-from attnzoo.evaluation.quality import OnStep
 from attnzoo.evaluation.timing import contradicted
 from attnzoo.hf.seam import cache_argument
 
@@ -48,7 +47,7 @@ def measure_together(
     contexts: Mapping[str, Callable[[], AbstractContextManager[Any]]],
     stream: Tensor,
     lengths: Sequence[int],
-    on_step: OnStep = lambda: None,
+    on_step: Callable[[], None] = lambda: None,
 ) -> dict[str, DecodingCost]:
     """Return the decoding costs of a model in several contexts, their tokens timed in alternation.
 
@@ -76,7 +75,7 @@ def _measure_once(
     contexts: Mapping[str, Callable[[], AbstractContextManager[Any]]],
     stream: Tensor,
     lengths: Sequence[int],
-    on_step: OnStep,
+    on_step: Callable[[], None],
 ) -> dict[str, DecodingCost]:
     costs = {name: DecodingCost() for name in contexts}
     caches = {name: DynamicCache(config=model.config) for name in contexts}

@@ -22,8 +22,7 @@ from transformers import PreTrainedModel
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.corpus import cut_rows
 from attnzoo.evaluation.data import first_documents, load_tokenizer, tokenize
-from attnzoo.evaluation.quality import require_finite
-from attnzoo.evaluation.rows import fingerprint
+from attnzoo.evaluation.rows import fingerprint, require_finite
 from attnzoo.hf.swap.convert import original_attention
 
 ROWS = 8  # of each length

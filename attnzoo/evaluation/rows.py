@@ -1,4 +1,4 @@
-"""Rows of tokens with their documents, and the predictions of a causal model on them.
+"""Rows of tokens with their documents, and a causal model's predictions and losses on them.
 
 Every loss and every measurement takes :class:`Rows`: a row may hold several documents, and each is
 predicted as if it were alone, with positions from 0. Letters: N rows, T tokens per row, V
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -21,10 +22,45 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from attnzoo.errors import UnsupportedError
+from attnzoo.errors import AttnzooError, UnsupportedError
 
 IGNORE_INDEX = -100  # the label of tokens without a loss, as in transformers
+ROWS_PER_STEP = 8
+TOKENS_PER_STEP = 8192  # at most, if rows are long: the logits of a step are in memory
 FIRST, SECOND = 5, 4  # tokens of the two documents that show whether a model separates documents
+
+
+class NonFiniteError(AttnzooError):
+    """A model's outputs are NaN or infinite, so its quality cannot be measured."""
+
+
+def require_finite(value: float, name: str) -> float:
+    """Return a measured value.
+
+    Args:
+        value: The value.
+        name: Name of the measurement.
+
+    Raises:
+        NonFiniteError: The value is NaN or infinite.
+    """
+    if not math.isfinite(value):
+        raise NonFiniteError(f"the {name} is {value}: the model's outputs are not finite")
+    return value
+
+
+def contributions(rows: Sequence[Tensor], scale: float = 1.0) -> list[float]:
+    """Return one number per row, whose mean is the mean over all numbers of all rows.
+
+    A row with more numbers contributes more, so that differences between two models on the same
+    rows have the mean of the differences of their numbers.
+
+    Args:
+        rows: The numbers of each row.
+        scale: Factor of all numbers.
+    """
+    total = sum(len(x) for x in rows)
+    return [scale * float(x.float().sum()) * len(rows) / max(total, 1) for x in rows]
 
 
 def fingerprint(*tensors: Tensor) -> str:
@@ -93,10 +129,8 @@ class Rows(Dataset[dict[str, Tensor]]):
 
     def to(self, device: torch.device | str) -> Self:
         """Return the rows on a device."""
-        names = ("tokens", "positions", "labels", "ends", "starts")
-        return replace(
-            self, **{n: x.to(device) for n in names if (x := getattr(self, n)) is not None}
-        )
+        moved: Any = {n: x.to(device) for n, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **moved)
 
     @property
     def length(self) -> int:
@@ -201,13 +235,21 @@ def beginnings(documents: Sequence[Tensor], count: int, length: int) -> Tensor:
 
 def too_short(tokens: int, length: int) -> str:
     """Return the message of an error: a text is shorter than a row."""
-    return f"the text has {tokens} tokens, but one row needs {length}; give more text or " + (
-        "shorter rows"
+    return (
+        f"the text has {tokens} tokens, but one row needs {length}; give more text or shorter rows"
     )
 
 
+def losses_of(rows: Rows, logits: Tensor) -> Tensor:
+    """Return the cross-entropy in nats of the tokens of rows, ``[N, T]``; 0 without a target."""
+    losses = F.cross_entropy(
+        logits[:, :-1].float().transpose(1, 2), rows.targets[:, 1:], reduction="none"
+    )
+    return F.pad(losses, (1, 0))
+
+
 @torch.no_grad()
-def predictions(model: Any, rows: Rows, count: int) -> Iterator[tuple[Rows, Tensor]]:
+def predictions(model: Any, rows: Rows, count: int | None = None) -> Iterator[tuple[Rows, Tensor]]:
     """Yield rows, ``count`` at a time, and the logits of their predictions, ``[N, T, V]``.
 
     A document is predicted as if it were alone. Rows of several documents run as they are with
@@ -217,8 +259,9 @@ def predictions(model: Any, rows: Rows, count: int) -> Iterator[tuple[Rows, Tens
     Args:
         model: A causal model in evaluation mode.
         rows: On any device.
-        count: Rows in one forward pass.
+        count: Rows in one forward pass; 8, or fewer if they are long, when ``None``.
     """
+    count = count or max(1, min(ROWS_PER_STEP, TOKENS_PER_STEP // rows.length))
     rows = rows.to(next(model.parameters()).device)
     together = rows.is_packed and separates_documents(model, rows)
     for part in rows.split(count):

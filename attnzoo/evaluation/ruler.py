@@ -1,18 +1,14 @@
 """Generated long-context prompts in the form of RULER, which need no download.
 
-Needles in repeated sentences or among other needles, and chains of variable assignments, with a
-vocabulary of our own. A prompt fills a number of tokens of a tokenizer with the tokens to generate.
+Needles in repeated sentences or among other needles, with a vocabulary of our own. A prompt fills a
+number of tokens of a tokenizer with the tokens to generate.
 Source: Hsieh et al., 2024, arXiv:2404.06654 (RULER). lm_eval's own ``ruler`` has the other kinds.
 """
 
 from __future__ import annotations
 
 import random
-import string
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attnzoo.errors import ConfigError
@@ -34,140 +30,78 @@ river saddle shadow silver spoon statue thunder tunnel valley window
 """
 WORDS = tuple(f"{adjective}-{noun}" for adjective in ADJECTIVES.split() for noun in NOUNS.split())
 LENGTHS = (4096,)  # tokens, of prompt and answer
+ANSWER_TOKENS = 128  # to generate
 SAMPLES = 100  # per length
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic numbers for {key} is: {value}."
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """One prompt.
-
-    Attributes:
-        text: The prompt without the beginning of the answer.
-        prefix: The beginning of the answer.
-        answers: Strings that the answer has to contain.
-    """
-
-    text: str
-    prefix: str
-    answers: list[str]
+# By task: the number of keys, of numbers per key and of keys that are asked for, and whether the
+# other sentences are needles with other keys
+KINDS: Mapping[str, tuple[int, int, int, bool]] = {
+    "niah_single": (1, 1, 1, False),
+    "niah_multikey": (1, 1, 1, True),
+    "niah_multivalue": (1, 4, 1, False),
+    "niah_multiquery": (4, 1, 4, False),
+}
 
 
-def needles(
-    size: int,
-    rng: random.Random,
-    *,
-    keys: int = 1,
-    values: int = 1,
-    queries: int = 1,
-    among_needles: bool = False,
-) -> Sample:
+def draw_prompt(kind: str, size: int, rng: random.Random) -> dict[str, Any]:
     """Return a prompt with numbers that the text gives to keys and then asks for.
 
     Args:
+        kind: One of ``KINDS``.
         size: Number of sentences around the needles.
         rng: Generator.
-        keys: Number of keys.
-        values: Numbers per key.
-        queries: Number of keys that are asked for.
-        among_needles: Whether the other sentences are needles with other keys.
+
+    Returns:
+        ``input``, the prompt; ``gen_prefix``, the beginning of the answer; and ``outputs``, the
+        strings that the answer has to contain.
     """
+    keys, values, queries, among_needles = KINDS[kind]
     names = rng.sample(WORDS, keys)
-    numbers = {name: [_number(rng, 7) for _ in range(values)] for name in names}
+    numbers = {name: [_number(rng) for _ in range(values)] for name in names}
     inserted = [NEEDLE.format(key=name, value=x) for name in names for x in numbers[name]]
     rng.shuffle(inserted)
     others = [word for word in WORDS if word not in numbers]
     sentences = [
-        NEEDLE.format(key=rng.choice(others), value=_number(rng, 7)) if among_needles else NOISE
+        NEEDLE.format(key=rng.choice(others), value=_number(rng)) if among_needles else NOISE
         for _ in range(size)
     ]
-    context = "\n".join(_insert(sentences, inserted, rng))
+    places = sorted(rng.randrange(len(sentences) + 1) for _ in inserted)
+    for sentence, place in reversed(list(zip(inserted, places, strict=True))):
+        sentences.insert(place, sentence)
+    context = "\n".join(sentences)
     chosen = rng.sample(names, queries)
     query = chosen[0] if queries == 1 else f"{', '.join(chosen[:-1])}, and {chosen[-1]}"
     one = queries * values == 1
     hidden = "A special magic number is" if one else "Some special magic numbers are"
     asked = "What is the special magic number" if one else "What are all the special magic numbers"
-    text = (
-        f"{hidden} hidden within the following text. Make sure to memorize it. I will quiz you "
-        f"about the {'number' if one else 'numbers'} afterwards.\n{context}\n"
-        f"{asked} for {query} mentioned in the provided text?"
-    )
-    prefix = (
-        f"The special magic number{'' if one else 's'} for {query} mentioned in the provided text "
-        f"{'is' if one else 'are'}"
-    )
-    answers = [number for name in chosen for number in numbers[name]]
-    return Sample(text=text, prefix=prefix, answers=answers)
-
-
-def _insert(sentences: list[str], hidden: Sequence[str], rng: random.Random) -> list[str]:
-    """Return the sentences with others, in their order, at random places."""
-    places = sorted(rng.randrange(len(sentences) + 1) for _ in hidden)
-    for sentence, place in reversed(list(zip(hidden, places, strict=True))):
-        sentences.insert(place, sentence)
-    return sentences
-
-
-def _number(rng: random.Random, digits: int) -> str:
-    return str(rng.randrange(10 ** (digits - 1), 10**digits))
-
-
-def variable_tracking(size: int, rng: random.Random, *, hops: int = 4) -> Sample:
-    """Return a prompt with one chain of assignments; a solved example precedes it.
-
-    Args:
-        size: Number of sentences around the assignments.
-        rng: Generator.
-        hops: Assignments of a variable to the next one.
-    """
-    example = _chain(3, 3, hops, rng)  # shorter names, so that no name is in both
-    task = _chain(size, 5, hops, rng)
-    solved = f"{example.text} {example.prefix} {' '.join(example.answers)}"
-    return Sample(text=f"{solved}\n\n\n{task.text}", prefix=task.prefix, answers=task.answers)
-
-
-def _chain(size: int, letters: int, hops: int, rng: random.Random) -> Sample:
-    names: list[str] = []
-    while len(names) <= hops:
-        name = "".join(rng.choices(string.ascii_uppercase, k=letters))
-        if name not in names:
-            names.append(name)
-    value = _number(rng, 5)
-    assignments = [f"VAR {names[0]} = {value}"]
-    assignments += [f"VAR {b} = VAR {a}" for a, b in pairwise(names)]
-    context = "\n".join(_insert([NOISE] * size, assignments, rng))
-    return Sample(
-        text=(
-            "Memorize and track the chain(s) of variable assignment hidden in the following text."
-            f"\n\n{context}\nQuestion: Find all variables that are assigned the value {value} in "
-            "the text above."
+    return {
+        "input": (
+            f"{hidden} hidden within the following text. Make sure to memorize it. I will quiz you "
+            f"about the {'number' if one else 'numbers'} afterwards.\n{context}\n"
+            f"{asked} for {query} mentioned in the provided text?"
         ),
-        prefix=(
-            "Answer: According to the chain(s) of variable assignment in the text above, "
-            f"{len(names)} variables are assigned the value {value}, they are:"
+        "gen_prefix": (
+            f"The special magic number{'' if one else 's'} for {query} mentioned in the provided "
+            f"text {'is' if one else 'are'}"
         ),
-        answers=names,
-    )
+        "outputs": [number for name in chosen for number in numbers[name]],
+    }
 
 
-# By name: a function of the number of sentences around what is hidden, and the tokens to generate.
-KINDS: dict[str, tuple[Callable[[int, random.Random], Sample], int]] = {
-    "niah_single": (needles, 128),
-    "niah_multikey": (partial(needles, among_needles=True), 128),
-    "niah_multivalue": (partial(needles, values=4), 128),
-    "niah_multiquery": (partial(needles, keys=4, queries=4), 128),
-    "vt": (variable_tracking, 60),
-}
+def _number(rng: random.Random) -> str:
+    return str(rng.randrange(10**6, 10**7))
 
 
 def make_samples(
-    name: str, tokenizer: Any, *, length: int, count: int = SAMPLES
+    kind: str, tokenizer: Any, *, length: int, count: int = SAMPLES
 ) -> list[dict[str, Any]]:
     """Return the documents of a task, each of at most ``length`` tokens with its answer.
 
     Args:
-        name: One of ``KINDS``.
+        kind: One of ``KINDS``.
         tokenizer: Any tokenizer of transformers.
         length: Tokens of the prompt and of the tokens to generate.
         count: Number of documents.
@@ -175,13 +109,12 @@ def make_samples(
     Raises:
         ConfigError: The shortest prompt is longer.
     """
-    draw, answer_tokens = KINDS[name]
-    budget = length - answer_tokens
+    budget = length - ANSWER_TOKENS
 
-    def build(size: int, index: int) -> tuple[Sample, int]:
-        sample = draw(size, random.Random(f"{name} {length} {index}"))
-        prompt = f"{sample.text} {sample.prefix}"
-        return sample, len(tokenizer(prompt, verbose=False)["input_ids"])
+    def build(size: int, index: int) -> tuple[dict[str, Any], int]:
+        found = draw_prompt(kind, size, random.Random(f"{kind} {length} {index}"))
+        prompt = f"{found['input']} {found['gen_prefix']}"
+        return found, len(tokenizer(prompt, verbose=False)["input_ids"])
 
     low, high = 1, 2  # the largest size that fits, by bisection
     while build(high, 0)[1] <= budget:
@@ -192,35 +125,27 @@ def make_samples(
     documents = []
     for index in range(count):
         size = low
-        sample, tokens = build(size, index)
+        found, tokens = build(size, index)
         while tokens > budget and size > 1:
             size = max(1, size - max(1, size // 64))
-            sample, tokens = build(size, index)
+            found, tokens = build(size, index)
         if tokens > budget:
             raise ConfigError(
-                f"The shortest prompt of attnzoo_{name} has {tokens} tokens, and "
-                f"{answer_tokens} are generated, but max_seq_lengths has {length}; give at least "
-                f"{tokens + answer_tokens}"
+                f"The shortest prompt of attnzoo_{kind} has {tokens} tokens, and {ANSWER_TOKENS} "
+                f"are generated, but max_seq_lengths has {length}; give at least "
+                f"{tokens + ANSWER_TOKENS}"
             )
-        documents.append(
-            {
-                "input": sample.text,
-                "gen_prefix": sample.prefix,
-                "outputs": sample.answers,
-                "length": tokens + answer_tokens,
-                "max_length": length,
-            }
-        )
+        documents.append({**found, "length": tokens + ANSWER_TOKENS, "max_length": length})
     return documents
 
 
 def task_config(
-    name: str, tokenizer: Any, lengths: Sequence[int], count: int = SAMPLES
+    kind: str, tokenizer: Any, lengths: Sequence[int], count: int = SAMPLES
 ) -> dict[str, Any]:
     """Return a task of lm_eval with the documents of some lengths.
 
     Args:
-        name: One of ``KINDS``.
+        kind: One of ``KINDS``.
         tokenizer: Any tokenizer of transformers.
         lengths: Tokens of prompt and answer; each is also the name of a metric.
         count: Number of documents of each length.
@@ -230,11 +155,11 @@ def task_config(
     """
     from datasets import Dataset
 
-    documents = [x for n in lengths for x in make_samples(name, tokenizer, length=n, count=count)]
+    documents = [x for n in lengths for x in make_samples(kind, tokenizer, length=n, count=count)]
     mean = {"aggregation": "mean", "higher_is_better": True}
     generation = {"do_sample": False, "temperature": 0.0, "until": []}
     return {
-        "task": f"attnzoo_{name}",
+        "task": f"attnzoo_{kind}",
         "output_type": "generate_until",
         "custom_dataset": lambda **_: {"test": Dataset.from_list(documents)},
         "test_split": "test",
@@ -244,7 +169,7 @@ def task_config(
         "target_delimiter": " ",
         "process_results": score,
         "metric_list": [{"metric": str(metric), **mean} for metric in ("score", *lengths)],
-        "generation_kwargs": generation | {"max_gen_toks": KINDS[name][1]},
+        "generation_kwargs": generation | {"max_gen_toks": ANSWER_TOKENS},
     }
 
 

@@ -1,5 +1,10 @@
 # The names for training loops of your own; attnzoo/training/__init__.py reads them from here.
-from attnzoo.evaluation.data import EvalBatch as EvalBatch
+from attnzoo.evaluation.quality import EvalBatch as EvalBatch
+from attnzoo.evaluation.quality import Quality as Quality
+from attnzoo.evaluation.quality import evaluate_rows as evaluate_rows
+from attnzoo.evaluation.quality import (
+    with_original_continuations as with_original_continuations,
+)
 from attnzoo.evaluation.rows import Rows as Rows
 from attnzoo.training.arguments import RecoveryArguments as RecoveryArguments
 from attnzoo.training.data import RowOptions as RowOptions
@@ -12,11 +17,7 @@ from attnzoo.training.distil import hidden_states as hidden_states
 from attnzoo.training.distil import hidden_states_error as hidden_states_error
 from attnzoo.training.distil import predictions as predictions
 from attnzoo.training.distil import softmax_teacher as softmax_teacher
-from attnzoo.training.eval_rows import rows_to_eval_batch as rows_to_eval_batch
-from attnzoo.training.quality import Quality as Quality
-from attnzoo.training.quality import evaluate_rows as evaluate_rows
-from attnzoo.training.quality import softmax_quality as softmax_quality
-from attnzoo.training.quality import with_original_continuations as with_original_continuations
+from attnzoo.training.evaluator import rows_to_eval_batch as rows_to_eval_batch
 from attnzoo.training.trainer import LogitDistillationTrainer as LogitDistillationTrainer
 from attnzoo.training.trainer import TransferTrainer as TransferTrainer
 from attnzoo.training.transfer import Transfer as Transfer

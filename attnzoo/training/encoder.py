@@ -1,9 +1,8 @@
-"""Recovery of encoders: embeddings are to stay those of the original model."""
+"""Encoders in training: whether a model is one, and its texts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.data import load_tokenizer
-from attnzoo.evaluation.embeddings import EmbeddingSimilarity, Texts
-from attnzoo.evaluation.margins import mean_of, paired
+from attnzoo.evaluation.embeddings import Texts
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.pretrained import explain_load_errors
@@ -26,8 +24,6 @@ from attnzoo.training.data import (
     load_documents,
     split_documents,
 )
-
-LEAST_COSINE = 0.001  # smaller differences do not matter
 
 
 def is_encoder(path: Path) -> bool:
@@ -78,33 +74,6 @@ def tokenize_texts(
     check_vocabulary(max(map(max, rows)), vocab_size)
     padded = tokenizer.pad({"input_ids": rows}, return_tensors="pt")
     return Texts(tokens=padded["input_ids"], attention_mask=padded["attention_mask"])
-
-
-def verdict(lines: Mapping[str, EmbeddingSimilarity]) -> str:
-    """Return the conclusion in one sentence, beginning with a result worse than the window's.
-
-    Args:
-        lines: Evaluation results of ``window alone``, ``raw swap`` and ``result``.
-    """
-    result, window, raw = (lines[name] for name in ("result", "window alone", "raw swap"))
-    better = paired(result.rows, window.rows, least=LEAST_COSINE)
-    if better.is_negative:
-        return (
-            "The result is worse than its window alone: the cosine similarity of its embeddings to "
-            f"softmax's is {result.cosine:.3f}, the window's {window.cosine:.3f} (difference "
-            f"{better}). Do not use it; train longer, keep layers exact, or use the window."
-        )
-    same = f"No difference from the window alone is measured: {better}."
-    return (
-        f"Embeddings of held-out text have a mean cosine of {mean_of(result.rows)} to softmax's; "
-        f"the raw swap {mean_of(raw.rows)}, the window alone {mean_of(window.rows)}."
-        + (f" {same}" if not better.is_clear else "")
-    )
-
-
-def as_dicts(lines: Mapping[str, Any]) -> dict[str, Any]:
-    """Return evaluation results as plain data."""
-    return {name: asdict(line) for name, line in lines.items()}
 
 
 def load_texts(path: Path, data: Sequence[Path | str], args: Any) -> tuple[Texts, Texts]:

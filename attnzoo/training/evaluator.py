@@ -2,52 +2,117 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from attnzoo.errors import ConfigError, SpecError, UntrainedWarning
-from attnzoo.evaluation.data import EvalBatch, StringTokenizer
+from attnzoo.errors import AttnzooError, ConfigError, SpecError, UntrainedWarning
+from attnzoo.evaluation.corpus import Repeat
+from attnzoo.evaluation.data import StringTokenizer
 from attnzoo.evaluation.embeddings import Texts, embeddings, similarity
-from attnzoo.evaluation.equal_memory import EqualWindow
-from attnzoo.evaluation.harness import Harness, HarnessTasks
+from attnzoo.evaluation.equal_memory import EqualWindow, equal_window
+from attnzoo.evaluation.generation import Encode, make_generation_batch
+from attnzoo.evaluation.harness import Harness
 from attnzoo.evaluation.kernel_checks import check_model_kernels
+from attnzoo.evaluation.margins import mean_of
 from attnzoo.evaluation.models import max_positions, require_causal
-from attnzoo.evaluation.quality import NonFiniteError
+from attnzoo.evaluation.quality import (
+    EvalBatch,
+    Quality,
+    evaluate_rows,
+    rows_with_repeats,
+    with_original_continuations,
+)
+from attnzoo.evaluation.rows import NonFiniteError, Rows
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.names import NAME
 from attnzoo.hf.pretrained import load_pretrained
 from attnzoo.hf.saving.files import read_config
 from attnzoo.hf.swap.convert import original_attention, restore, swap
 from attnzoo.spec import AttentionSpec
-from attnzoo.training import encoder
-from attnzoo.training.data import RowOptions, load_rows
-from attnzoo.training.eval_rows import rows_to_eval_batch
-from attnzoo.training.lengths import (
-    equal_sentence,
-    find_equal_window,
-    is_hidden,
-    long_results,
-    make_long_batches,
-)
-from attnzoo.training.quality import (
-    as_dicts,
-    branch_qualities,
-    evaluate_rows,
-    softmax_quality,
-    widest_window,
-    with_original_continuations,
-)
-from attnzoo.training.verdict import verdict
+from attnzoo.training.data import DataError, RowOptions, load_rows
+from attnzoo.training.transfer import swapped_layers
+from attnzoo.training.verdict import encoder_verdict, equal_sentence, verdict
 
 ROWS = 32  # held-out rows
+LEAST_ROWS = 4  # of a longer length; fewer say nothing
+CONTROL = 32  # window of the baseline, in tokens, if the swap has none
 Log = Callable[[str], None]
+
+
+# -- held-out rows -------------------------------------------------------------------------------
+
+
+def rows_to_eval_batch(rows: Rows, count: int, encode: Encode | None = None) -> EvalBatch:
+    """Return held-out rows, plain and with a repeated segment.
+
+    Args:
+        rows: Held-out rows.
+        count: Number of rows.
+        encode: Returns the tokens of a string; needed to measure generation.
+    """
+    held_out, generation = select_rows(rows, count), None
+    repeated: Rows | None = None
+    repeats: list[Repeat] = []
+    if rows.labels is None:
+        repeated, repeats = rows_with_repeats(held_out, torch.Generator().manual_seed(0))
+    if encode is not None:
+        documents = rows.documents()
+        if rows.starts is not None:  # whole ones, also those that are longer than a row
+            documents = [x for x in rows.stream.tensor_split(rows.starts.long()) if len(x)]
+        generation = make_generation_batch(documents, encode, rows.length, held_out)
+    return EvalBatch(rows=held_out, repeated=repeated, repeats=repeats, generation=generation)
+
+
+def select_rows(rows: Rows, count: int) -> Rows:
+    """Return ``count`` rows that do not overlap.
+
+    They begin with documents as far as there are documents, spread evenly over the text, because a
+    model's own training sequences began there: on rows from the middle of documents a model may
+    predict worse than its own student, which has seen such rows in distillation. The other rows are
+    spread over the text; rows of whole examples are the first ones.
+
+    Args:
+        rows: Packed rows of documents.
+        count: N; fewer rows if the text has no more.
+    """
+    if rows.labels is not None:
+        return rows.select(slice(count))
+    length, total = rows.length, rows.tokens.numel()
+    starts = [] if rows.starts is None else rows.starts.tolist()
+    found: list[int] = []
+    for start in starts:
+        if start + length <= total and (not found or start >= found[-1] + length):
+            found.append(start)
+    chosen = _spread(found, count)
+    others = [x for x in range(0, total, length) if all(abs(x - y) >= length for y in chosen)]
+    chosen = sorted(chosen + _spread(others, count - len(chosen)))
+    begins = torch.zeros(total, dtype=torch.bool)
+    begins[torch.tensor([x for x in starts if x < total], dtype=torch.long)] = True
+    place = torch.arange(length)
+    index = torch.tensor(chosen)[:, None] + place
+    restarts = torch.where(begins[index], place, 0).cummax(1).values
+    return Rows(
+        tokens=rows.tokens.flatten()[index].long(),
+        positions=place - restarts,
+        bytes_per_token=rows.bytes_per_token,
+    )
+
+
+def _spread(values: list[int], count: int) -> list[int]:
+    """Return at most ``count`` of the values, evenly spaced."""
+    count = min(count, len(values))
+    return [values[i * len(values) // count] for i in range(count)]
+
+
+# -- evaluators ----------------------------------------------------------------------------------
 
 
 class Evaluator:
@@ -58,13 +123,14 @@ class Evaluator:
         held_out: Held-out rows.
         load_held_out: Returns held-out rows of another length.
         rows: Number of rows that are evaluated; :data:`ROWS` when ``None``.
-        target_length: Tokens for which the swap is meant; rows of that length are evaluated too.
+        target_length: Tokens for which the swap is meant; rows of that length and of twice as many
+            tokens are evaluated too, without generation.
         generates: Whether greedy generation is measured.
         log: Called with progress messages.
 
     Attributes:
-        lines: Results by name, on rows of the length of ``held_out``.
-        long_lines: Results by length and name, on longer rows.
+        batches: What models are evaluated on, by length; that of ``held_out`` is the first.
+        lines_of: Results by length and name.
         equal: The window of equal memory; ``None`` if it is not known.
         window: Window of ``window alone``.
     """
@@ -75,34 +141,66 @@ class Evaluator:
     def __init__(
         self,
         path: Path,
-        held_out: Any,
-        load_held_out: Callable[[int], Any],
+        held_out: Rows,
+        load_held_out: Callable[[int], Rows],
         *,
         rows: int | None = None,
         target_length: int | None = None,
         generates: bool = True,
         log: Log = lambda text: None,
     ) -> None:
-        self.path, self.log, self.row_length = path, log, held_out.length
-        self.target_length = target_length
-        self.lines: dict[str, Any] = {}
+        self.path, self.log, self.target_length = path, log, target_length
         encode = StringTokenizer(path) if generates else None
-        self.batch = rows_to_eval_batch(held_out, rows or ROWS, encode)
-        self.long_batches: Mapping[int, EvalBatch] = MappingProxyType({})
-        if held_out.labels is None:
-            self.long_batches = make_long_batches(
-                path,
-                load_held_out,
-                row_length=self.row_length,
-                target_length=target_length,
-                count=rows or ROWS,
-                log=log,
-            )
+        self.batches: dict[int, Any] = {
+            held_out.length: rows_to_eval_batch(held_out, rows or ROWS, encode)
+        }
+        if held_out.labels is not None:
+            log("the loss is that of completions; recall is not measured")
+        else:
+            self._add_long_batches(load_held_out, rows or ROWS)
             if self.batch.repeated is None:
                 log("recall is not measured: the documents are too short")
-        else:
-            log("the loss is that of completions; recall is not measured")
-        self.long_lines: dict[int, dict[str, Any]] = {length: {} for length in self.long_batches}
+        self.lines_of: dict[int, dict[str, Any]] = {length: {} for length in self.batches}
+
+    def _add_long_batches(self, load: Callable[[int], Rows], count: int) -> None:
+        """Add rows of the target length and of twice as many tokens, as far as there are any."""
+        limit, target = max_positions(self.path), self.target_length or 0
+        for length in (target, 2 * target):
+            if length <= self.row_length:
+                continue
+            reason = ""
+            if limit is not None and length > limit:
+                reason = f"the model has {limit} positions"
+            else:
+                try:
+                    batch = rows_to_eval_batch(load(length), count)
+                except DataError as error:
+                    reason = f"of the held-out text, {error}"
+                else:
+                    if len(batch.rows) < LEAST_ROWS:
+                        reason = (
+                            f"the held-out text has {len(batch.rows)} rows of that length, and "
+                            f"{LEAST_ROWS} are the least; give more text"
+                        )
+            if reason:
+                self.log(f"{length} tokens are not evaluated: {reason}")
+            else:
+                self.batches[length] = batch
+
+    @property
+    def row_length(self) -> int:
+        """Tokens of the shortest rows, which are the first ones."""
+        return min(self.batches)
+
+    @property
+    def batch(self) -> Any:
+        """What models are evaluated on at the first length."""
+        return self.batches[self.row_length]
+
+    @property
+    def lines(self) -> dict[str, Any]:
+        """Results at the first length, by name."""
+        return self.lines_of[self.row_length]
 
     def set_windows(self, model: Any, spec: AttentionSpec, window: int | None = None) -> None:
         """Set the windows that a swap is compared with.
@@ -113,22 +211,21 @@ class Evaluator:
             window: Window of ``window alone``; the swap's widest when ``None``.
         """
         self.window = window or widest_window(model)
-        length = self.target_length or self.row_length
-        self.equal = find_equal_window(self.path, spec, length, self.log)
+        try:
+            self.equal = equal_window(self.path, spec, self.target_length or self.row_length)
+        except AttnzooError as error:
+            self.log(f"the window of equal memory is not computed: {error}")
 
     def add_original(self, model: Any, teacher: Any = None) -> None:
         """Set what the original model generates, of a swapped model before training."""
-        self.batch = with_original_continuations(model, self.batch, teacher)
-        self.batch = self.batch.to(torch.device("cpu"))
+        batch = with_original_continuations(model, self.batch, teacher)
+        self.batches[self.row_length] = batch.to(torch.device("cpu"))
 
-    def evaluate(
-        self,
-        name: str,
-        model: Any,
-        measure: Callable[..., Any] = evaluate_rows,
-        equal: EqualWindow | None = None,
-        **options: Any,
-    ) -> None:
+    def measure(self, model: Any, batch: Any) -> Any:
+        """Return the quality of a model at one length."""
+        return evaluate_rows(model, batch)
+
+    def evaluate(self, name: str, model: Any, equal: EqualWindow | None = None) -> None:
         """Evaluate a model at all lengths, except where ``equal`` sees every key.
 
         Raises:
@@ -137,14 +234,16 @@ class Evaluator:
         self.log(f"evaluation: {name}")
         with warnings.catch_warnings():  # a raw swap is untrained by definition
             warnings.simplefilter("ignore", UntrainedWarning)
-            try:
-                if not is_hidden(equal, self.row_length):
-                    self.lines[name] = measure(model, self.batch, **options)
-                for length, batch in self.long_batches.items():
-                    if not is_hidden(equal, length) and name != "raw swap":
-                        self.long_lines[length][name] = measure(model, batch, **options)
-            except NonFiniteError as error:
-                raise NonFiniteError(f"The model {name!r} cannot be measured: {error}") from error
+            for length, batch in self.batches.items():
+                if name == "raw swap" and length != self.row_length:
+                    continue
+                if equal is not None and equal.widest >= length:
+                    continue
+                try:
+                    self.lines_of[length][name] = self.measure(model, batch)
+                except NonFiniteError as error:
+                    message = f"The model {name!r} cannot be measured: {error}"
+                    raise NonFiniteError(message) from error
 
     def evaluate_windows(self, model: Any) -> None:
         """Evaluate windows in a model that is not swapped; restore it."""
@@ -156,40 +255,32 @@ class Evaluator:
         self.evaluate("window alone", model)
         restore(model)
 
-    def evaluate_result(self, model: Any) -> None:
-        """Evaluate the result, and each branch of its hybrids."""
-        self.evaluate("result", model)
-        branches = branch_qualities(model, lambda model: evaluate_rows(model, self.batch), self.log)
-        self.lines |= branches
-
     def results(self) -> dict[str, Any]:
         """Return the verdict and the evaluations as plain data."""
-        sentence = equal_sentence(self.lines, self.equal, self.row_length)
+        sentences = [equal_sentence(x, self.equal, length) for length, x in self.lines_of.items()]
+        lines = {length: as_dicts(x) for length, x in self.lines_of.items()}
         return {
-            "verdict": " ".join(filter(None, [verdict(self.lines), sentence])),
+            "verdict": " ".join(filter(None, [verdict(self.lines), *dict.fromkeys(sentences)])),
             "window": self.window,
             "equal_window": None if self.equal is None else self.equal.to_dict(),
-            "lines": as_dicts(self.lines),
-            "longer": long_results(self.long_lines, self.equal),
+            "lines": lines.pop(self.row_length),
+            "longer": {str(length): x for length, x in lines.items()},
         }
 
 
-class EncoderEvaluator:
+class EncoderEvaluator(Evaluator):
     """Evaluates encoders by the cosine of their embeddings to those of the original model.
 
     Args:
         held_out: Held-out texts.
-        rows: Number of texts that are evaluated; :data:`ROWS` when ``None``.
         log: Called with progress messages.
     """
 
-    def __init__(
-        self, held_out: Texts, *, rows: int | None = None, log: Log = lambda text: None
-    ) -> None:
-        n = rows or ROWS
-        self.texts = Texts(tokens=held_out.tokens[:n], attention_mask=held_out.attention_mask[:n])
-        self.log, self.window = log, 0
-        self.lines: dict[str, Any] = {}
+    def __init__(self, held_out: Texts, *, log: Log = lambda text: None) -> None:
+        tokens, mask = held_out.tokens[:ROWS], held_out.attention_mask[:ROWS]
+        self.log = log
+        self.batches = {tokens.shape[1]: Texts(tokens=tokens, attention_mask=mask)}
+        self.lines_of = {self.row_length: {}}
 
     def set_windows(self, model: Any, spec: AttentionSpec, window: int | None = None) -> None:
         """Set the window that a swap is compared with; an encoder keeps no cache."""
@@ -198,37 +289,53 @@ class EncoderEvaluator:
     def add_original(self, model: Any, teacher: Any = None) -> None:
         """Set the embeddings of the original model, of a swapped model before training."""
         with original_attention(model):
-            self.originals = embeddings(model, self.texts)
+            self.originals: Tensor = embeddings(model, self.batch)
 
-    def evaluate(self, name: str, model: Any, **options: Any) -> None:
-        """Evaluate a model."""
-        self.log(f"evaluation: {name}")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UntrainedWarning)
-            self.lines[name] = similarity(embeddings(model, self.texts), self.originals)
-
-    def evaluate_windows(self, model: Any) -> None:
-        """Evaluate a window in a model that is not swapped; restore it."""
-        swap(model, "flash", window=self.window)
-        self.evaluate("window alone", model)
-        restore(model)
-
-    def evaluate_result(self, model: Any) -> None:
-        """Evaluate the result, and each branch of its hybrids."""
-        self.evaluate("result", model)
-        self.lines |= branch_qualities(
-            model, lambda model: similarity(embeddings(model, self.texts), self.originals), self.log
-        )
+    def measure(self, model: Any, batch: Any) -> Any:
+        """Return the similarity of a model's embeddings to those of the original model."""
+        return similarity(embeddings(model, batch), self.originals)
 
     def results(self) -> dict[str, Any]:
         """Return the verdict and the evaluations as plain data."""
         return {
-            "verdict": encoder.verdict(self.lines),
+            "verdict": encoder_verdict(self.lines),
             "window": self.window,
-            "equal_window": None,
-            "lines": encoder.as_dicts(self.lines),
-            "longer": {},
+            "lines": {name: asdict(line) for name, line in self.lines.items()},
         }
+
+
+def widest_window(model: nn.Module) -> int:
+    """Return the widest window of the swapped layers in tokens; 32 if no layer has one."""
+    backends = swapped_layers(model).values()
+    windows = [getattr(backend.config, "window", None) for backend in backends]
+    return max((w for w in windows if isinstance(w, int)), default=CONTROL)
+
+
+def as_dicts(lines: Mapping[str, Quality]) -> dict[str, Any]:
+    """Return evaluation results as plain data, with the fractions of the gap they close.
+
+    ``loss_share_error`` and ``recall_share_error`` are the standard errors of the fractions,
+    ``agreement_error`` that of the fraction of equal tokens.
+    """
+    softmax, window = lines["softmax"], lines["window alone"]
+    data = {}
+    for name, line in lines.items():
+        found: dict[str, Any] = asdict(line)
+        loss, recall = line.recovered(softmax, window)
+        known = {"loss_share": loss, "recall_share": recall}
+        for key, share in known.items():
+            found[key] = None if share is None else share.mean
+            found[f"{key}_error"] = None if share is None else _finite(share.error)
+        found["agreement_error"] = _finite(mean_of(line.agreement_rows).error)
+        data[name] = found
+    return data
+
+
+def _finite(error: float) -> float | None:
+    return error if math.isfinite(error) else None
+
+
+# -- the command ---------------------------------------------------------------------------------
 
 
 def evaluate(
@@ -241,7 +348,7 @@ def evaluate(
     max_tokens: int | None = None,
     control: int | None = None,
     target_length: int | None = None,
-    tasks: HarnessTasks | None = None,
+    tasks: Harness | None = None,
     original: str | Path | None = None,
     log: Log = lambda text: None,
 ) -> dict[str, Any]:
@@ -278,44 +385,44 @@ def evaluate(
     Raises:
         AttnzooError: An argument is invalid.
     """
-    path, data = _check_arguments(path, data, tasks, original)
+    path, data = Path(path), [Path(x) for x in data]
+    _check_arguments(path, data, tasks, original)
     judge = None
     if data:
-        options = RowOptions(
-            dataset_text_field=column, max_tokens=max_tokens, max_length=row_length
-        )
-        _, held_out = load_rows(path, data, options)
+        options = RowOptions(dataset_text_field=column, max_tokens=max_tokens)
+
+        def load(length: int) -> Rows:
+            return load_rows(path, data, replace(options, max_length=length))[1]
+
         judge = Evaluator(
-            path,
-            held_out,
-            lambda length: load_rows(path, data, replace(options, max_length=length))[1],
-            rows=rows,
-            target_length=target_length,
-            log=log,
+            *(path, load(row_length), load), rows=rows, target_length=target_length, log=log
         )
         log(f"{len(judge.batch.rows)} held-out rows")
-    harness = None if tasks is None else Harness(tasks, path)
     scores: dict[str, Any] = {}
 
     def run_tasks(name: str, model: Any) -> None:
-        if harness is not None:
+        if tasks is not None:
             log(f"tasks on {name}")
-            scores[name] = harness.run(model.eval())
+            scores[name] = tasks.run(model.eval())
 
     if original is not None:
         run_tasks("original", _load(original))
     model = _load(path)
-    _check_kernels(model, path, row_length, log)
-    with original_attention(model):
-        run_tasks("softmax", model)
-    run_tasks("result", model)
+    length = min(row_length, max_positions(path) or row_length)
+    inputs = {"input_ids": torch.ones(1, length, dtype=torch.int64)}
+    check_model_kernels(model, inputs, log, generate=True)
     window = control or widest_window(model)
     results: dict[str, Any] = {"window": window}
     if judge is not None:
         judge.set_windows(model, AttentionSpec.from_dict(getattr(model.config, NAME)), window)
         judge.add_original(model)
-        judge.evaluate("softmax", model, softmax_quality)
-        judge.evaluate_result(model)
+    with original_attention(model):
+        run_tasks("softmax", model)
+        if judge is not None:
+            judge.evaluate("softmax", model)
+    run_tasks("result", model)
+    if judge is not None:
+        judge.evaluate("result", model)
     restore(model)  # swapping would warn that trained extras are lost
     if judge is not None:
         judge.evaluate_windows(model)
@@ -325,18 +432,8 @@ def evaluate(
     return results | ({"tasks": scores} if scores else {})
 
 
-def _check_arguments(
-    path: str | Path,
-    data: Sequence[str | Path],
-    tasks: HarnessTasks | None,
-    original: str | Path | None,
-) -> tuple[Path, list[Path]]:
-    """Return the paths of :func:`evaluate` as such.
-
-    Raises:
-        AttnzooError: An argument is invalid.
-    """
-    path, files = Path(path), [Path(x) for x in data]
+def _check_arguments(path: Path, data: Any, tasks: Harness | None, original: Any) -> None:
+    """Raise an error for invalid arguments of :func:`evaluate`."""
     if read_field(read_config(path), NAME) is None:
         raise SpecError(
             f"{str(path)!r} is not swapped, so there is nothing to compare; `attnzoo recover` and "
@@ -349,7 +446,6 @@ def _check_arguments(
     require_causal(path, "evaluation measures text prediction")
     if original is not None:
         require_causal(Path(original), "tasks compare it with the swap")
-    return path, files
 
 
 def _load(path: str | Path) -> Any:
@@ -357,10 +453,3 @@ def _load(path: str | Path) -> Any:
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     model: Any = load_pretrained(AutoModelForCausalLM, path, dtype=torch.float32)
     return model.to(device)
-
-
-def _check_kernels(model: Any, path: Path, row_length: int, log: Log) -> None:
-    """Check the GPU kernels that a model needs and that have no verdict yet."""
-    length = min(row_length, max_positions(path) or row_length)
-    inputs = {"input_ids": torch.ones(1, length, dtype=torch.int64)}
-    check_model_kernels(model, inputs, log, generate=True)

@@ -26,7 +26,7 @@ from transformers import (
 from attnzoo.errors import AttnzooError, ConfigError, SpecError
 from attnzoo.evaluation.data import load_tokenizer
 from attnzoo.evaluation.models import max_positions
-from attnzoo.evaluation.quality import require_finite
+from attnzoo.evaluation.rows import require_finite
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.saving.companions import copy_companions, move_files
 from attnzoo.hf.saving.files import read_config
@@ -37,7 +37,7 @@ from attnzoo.spec import AttentionSpec
 from attnzoo.training.data import RowOptions, check_positions, load_documents, split_documents
 from attnzoo.training.encoder import is_encoder, load_texts
 from attnzoo.training.loading import load_model
-from attnzoo.training.results import RunFolder
+from attnzoo.training.run_folder import RunFolder
 from attnzoo.training.trainer import last_checkpoint, steps_of
 
 if TYPE_CHECKING:

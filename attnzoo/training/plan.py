@@ -24,8 +24,7 @@ from attnzoo.errors import ConfigError, SpecError, short_repr
 from attnzoo.evaluation.equal_memory import layer_cache_bytes, saved_cache_bytes
 from attnzoo.evaluation.margins import mean_of, paired
 from attnzoo.evaluation.models import max_positions, require_causal
-from attnzoo.evaluation.quality import contributions, require_finite
-from attnzoo.evaluation.rows import Rows, predictions
+from attnzoo.evaluation.rows import Rows, contributions, predictions, require_finite
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.pretrained import load_pretrained
 from attnzoo.hf.saving.dtype import saved_dtype

@@ -25,8 +25,13 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.kernel_checks import check_model_kernels
-from attnzoo.evaluation.quality import NonFiniteError, contributions
-from attnzoo.evaluation.rows import Rows, predictions, separates_documents
+from attnzoo.evaluation.rows import (
+    NonFiniteError,
+    Rows,
+    contributions,
+    predictions,
+    separates_documents,
+)
 from attnzoo.hf.adapters.lora import add_adapters, require_peft, with_adapters
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.names import NAME
@@ -54,8 +59,8 @@ from attnzoo.training.evaluator import EncoderEvaluator, Evaluator
 from attnzoo.training.four_bits import config_of_4_bits, require_bitsandbytes
 from attnzoo.training.loading import load_causal, load_model
 from attnzoo.training.plan import weights_fingerprint
-from attnzoo.training.results import RunFolder, save_model
 from attnzoo.training.reuse import reuse_transfer
+from attnzoo.training.run_folder import RunFolder, save_model
 from attnzoo.training.trainer import (
     DivergenceError,
     LogitDistillationTrainer,
@@ -95,7 +100,6 @@ class Recovery:
     task = "CAUSAL_LM"  # PEFT's task type
     teacher: Any = None  # another model that teaches; without one, the model with softmax does
     generates = True
-    command = "recover"  # in the model card
 
     def __init__(
         self,
@@ -255,7 +259,7 @@ class Recovery:
         evaluator.set_windows(model, AttentionSpec.from_dict(spec))
         evaluator.add_original(model)
         with original_attention(model):
-            evaluator.evaluate("softmax", model, is_original=True)
+            evaluator.evaluate("softmax", model)
         evaluator.evaluate("raw swap", model)
         saved = {n: x.clone() for n, x in model.state_dict().items() if f".{NAME}." in n}
         restore(model)  # swapping would warn that trained extras are lost
@@ -271,7 +275,7 @@ class Recovery:
             DivergenceError: Its outputs are not finite; nothing is saved.
         """
         try:
-            self.evaluator.evaluate_result(model)
+            self.evaluator.evaluate("result", model)
         except NonFiniteError as error:
             raise DivergenceError(
                 f"Training diverged: {error} after the last step. The model is not saved. Start "
@@ -294,8 +298,7 @@ class Recovery:
         metrics = ("loss", "recall", "agreement")
         if any(difference(x, raw, exact).is_clear for x in metrics):
             return ""
-        batches = (evaluator.batch, *evaluator.long_batches.values())
-        rows = [x.rows.select(slice(JUDGED)) for x in batches]
+        rows = [x.rows.select(slice(JUDGED)) for x in evaluator.batches.values()]
         kl = max(held_out_divergence(self.model, x, self.teacher) for x in rows)
         if kl >= CLOSE:
             return ""
@@ -619,7 +622,7 @@ class EncoderRecovery(Recovery):
 
     def held_out_texts(self) -> dict[str, torch.Tensor]:
         """Return a few held-out texts as arguments of the model."""
-        texts = self.evaluator.texts
+        texts = self.evaluator.batch
         longest = min(TOKENS, int(texts.attention_mask[:TEXTS].sum(1).max()))
         found = {"input_ids": texts.tokens, "attention_mask": texts.attention_mask}
         return {n: x[:TEXTS, :longest].to(self.args.device) for n, x in found.items()}

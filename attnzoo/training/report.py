@@ -1,78 +1,71 @@
-"""How results of runs are presented: in the terminal, and as the model card."""
+"""How results of runs are presented: one table, in the terminal and in the model card."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from huggingface_hub import ModelCardData
+
+import attnzoo
 from attnzoo.evaluation.margins import plus_minus
-from attnzoo.evaluation.timing import BUSY
+from attnzoo.evaluation.models import embedded_name
+from attnzoo.hf.names import NAME
+from attnzoo.hf.saving.card import hub_id, kept_metadata, loading_section
 from attnzoo.report.format import format_bytes, number
 from attnzoo.report.table import Table
-from attnzoo.training.model_card import loading_text, metadata_block, training_text
+from attnzoo.training.data import HUB_ID
 
-GENERATION_TEXT = (
-    "Greedy generation on held-out text. Equal tokens: the fraction of generated tokens that equal "
-    "the original model's at the same position. Before a difference: the mean number of tokens "
-    "before the first that differs. Copies: the fraction of right tokens in generated copies of a "
-    "segment. Needles: the fraction of numbers, given earlier in the text, that are generated "
-    "without an error."
+
+def _share(name: str) -> Callable[[Mapping[str, Any]], str]:
+    """Return a function that writes a fraction of a line with its standard error."""
+
+    def cell(line: Mapping[str, Any]) -> str:
+        error = line.get(f"{name}_error")
+        return "-" if line.get(name) is None else plus_minus(line[name], error, percent=True)
+
+    return cell
+
+
+# Columns: the key in a line, the header and the cell. A column is shown if a line has the number.
+COLUMNS: tuple[tuple[str, str, Callable[[Mapping[str, Any]], str]], ...] = (
+    ("loss", "loss", lambda line: number(line["loss"])),
+    ("loss_share", "recovered", _share("loss_share")),
+    ("recall", "recall", lambda line: number(line["recall"])),
+    ("recall_share", "recovered", _share("recall_share")),
+    ("agreement", "equal tokens", _share("agreement")),
+    ("equal_tokens", "before a difference", lambda line: number(line.get("equal_tokens"), 1)),
+    ("copies", "copies", _share("copies")),
+    ("needles", "needles", _share("needles")),
+    ("cosine", "mean cosine", lambda line: number(line["cosine"])),
+    ("least", "least", lambda line: number(line["least"])),
 )
-COLUMNS = ("", "loss", "recovered", "recall", "recovered")
-GENERATION_COLUMNS = ("", "equal tokens", "before a difference", "copies", "needles")
-ENCODER_COLUMNS = ("", "mean cosine", "least")
-DECODING_COLUMNS = (
-    "context tokens",
-    "softmax, ms per token",
-    "swap, ms per token",
-    "softmax cache",
-    "swap cache",
+CAUSAL_TEXT = (
+    "Bits per byte on held-out text (loss) and on the second copy of a repeated segment (recall); "
+    "recovered is the closed fraction of the gap between the window alone and softmax, with its "
+    "standard error over the rows. Of greedy generation: the fraction of generated tokens that "
+    "equal the original model's at the same position, the mean number of tokens before the first "
+    "that differs, the fraction of right tokens in generated copies of a segment, and that of "
+    "needles, which are numbers given earlier in the text, without an error."
 )
-
-
-def is_encoder(results: Mapping[str, Any]) -> bool:
-    """Return whether results are those of an encoder."""
-    return "cosine" in results["lines"]["result"]
+ENCODER_TEXT = (
+    "Cosine similarity between the embeddings of held-out texts and those of the original model; "
+    "an embedding is the mean of the last hidden states."
+)
 
 
 def results_table(results: Mapping[str, Any]) -> Table:
-    """Return a table with a row per model: loss and recall with their recovered fractions.
-
-    A row of an encoder has the mean and the least cosine similarity instead.
-    """
-    encoder = is_encoder(results)
-    rows = []
-    for name, line in results["lines"].items():
-        cells = [_label(name, results)]
-        if encoder:
-            cells += [number(line["cosine"]), number(line["least"])]
-        for metric in () if encoder else ("loss", "recall"):
-            share, error = line[f"{metric}_share"], line.get(f"{metric}_share_error")
-            recovered = "" if share is None else plus_minus(share, error, percent=True)
-            cells += [number(line[metric]), recovered]
-        rows.append(cells)
-    cosines = "cosine similarity of embeddings of held-out text to softmax's"
+    """Return a table with a row per model, and one per model and longer length."""
+    lines = {_label(name, results): line for name, line in results["lines"].items()}
+    for length, longer in results.get("longer", {}).items():
+        lines |= {f"{_label(x, results)} @ {length}": line for x, line in longer.items()}
+    shown = [x for x in COLUMNS if any(line.get(x[0]) is not None for line in lines.values())]
     return Table(
-        columns=ENCODER_COLUMNS if encoder else COLUMNS,
-        rows=rows,
-        title=cosines if encoder else "bits per byte on held-out text",
+        columns=("", *(header for _, header, _ in shown)),
+        rows=[[label, *(cell(line) for *_, cell in shown)] for label, line in lines.items()],
+        title="held-out text",
     )
-
-
-def longer_tables(results: Mapping[str, Any]) -> list[tuple[Table, str]]:
-    """Return a table of each longer length, and the sentence who wins there at equal memory."""
-    return [
-        (
-            replace(
-                results_table({**results, "lines": found["lines"]}),
-                title=f"bits per byte on held-out text, rows of {int(length):,} tokens",
-            ),
-            found["verdict"],
-        )
-        for length, found in results.get("longer", {}).items()
-    ]
 
 
 def _label(name: str, results: Mapping[str, Any]) -> str:
@@ -81,21 +74,6 @@ def _label(name: str, results: Mapping[str, Any]) -> str:
     if name == "equal window":
         return f"window of equal memory ({results['equal_window']['label']})"
     return name
-
-
-def generation_table(results: Mapping[str, Any]) -> Table | None:
-    """Return a table of the quality of greedy generation, a row per model, if it was measured."""
-    if results["lines"]["result"].get("agreement") is None:
-        return None
-    rows = []
-    for name, line in results["lines"].items():
-        shares = [line[key] for key in ("agreement", "copies", "needles")]
-        agreement, copies, needles = ("-" if x is None else f"{x:.0%}" for x in shares)
-        if line["agreement"] is not None:
-            agreement = plus_minus(line["agreement"], line.get("agreement_error"), percent=True)
-        length = number(line["equal_tokens"], 1)
-        rows.append([_label(name, results), agreement, length, copies, needles])
-    return Table(columns=GENERATION_COLUMNS, rows=rows, title="greedy generation")
 
 
 def tasks_table(results: Mapping[str, Any]) -> Table:
@@ -120,52 +98,69 @@ def tasks_table(results: Mapping[str, Any]) -> Table:
     )
 
 
-def decoding_table(results: Mapping[str, Any]) -> Table | None:
-    """Return a table of milliseconds per token and cache size by context length, if measured."""
-    costs = results.get("decoding")
-    if not costs:
-        return None
-    softmax, swap = costs["softmax"], costs["result"]
-    rows = [
-        [
-            str(length),
-            *(_milliseconds(cost, length) for cost in (softmax, swap)),
-            *(format_bytes(cost["cache_bytes"].get(length)) for cost in (softmax, swap)),
-        ]
-        for length in swap["milliseconds"]
-    ]
-    busy = any(cost.get("busy") for cost in (softmax, swap))
-    caption = f"{BUSY}: marked times contradict those of longer contexts" if busy else ""
-    return Table(columns=DECODING_COLUMNS, rows=rows, caption=caption)
+def about_run(run: Any) -> dict[str, Any]:
+    """Return what a card says about the origin of a model, as plain data without paths.
+
+    Args:
+        run: A :class:`~attnzoo.training.recovery.Recovery`, whose model may be in the cache of the
+            Hub, and whose data are files, folders, and ids of data sets.
+    """
+    path, args = run.path, run.args
+    named = [str(x) for x in run.data if not x.exists()]
+    ids = [x.partition(":")[0] for x in named if HUB_ID.fullmatch(x)]
+    batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    stages = {name: history for name, history in run.stages.items() if history}
+    return {
+        "attnzoo": attnzoo.__version__,
+        "base_model": hub_id(path),
+        "base_name": hub_id(path) or embedded_name(path) or path.resolve().name,
+        "metadata": kept_metadata(path),
+        "data": [str(x) if str(x).partition(":")[0] in ids else x.resolve().name for x in run.data],
+        "datasets": ids,
+        "rows": len(run.rows),
+        "row_length": args.max_length,
+        "held_out_rows": len(run.held_out),
+        "steps": {name: x[-1]["step"] for name, x in stages.items() if name != "softmax"},
+        "batch": batch // args.cp_size,
+        "name": run.folder.out.resolve().name,
+    }
 
 
-def _milliseconds(cost: Mapping[str, Any], length: Any) -> str:
-    """Return the time of a token with its standard error; one that cannot be right is marked."""
-    error = cost.get("milliseconds_error", {}).get(length)
-    text = plus_minus(cost["milliseconds"][length], error, 1)
-    return f"{text} (busy)" if int(length) in cost.get("busy", ()) else text
-
-
-def _summary(results: Mapping[str, Any], command: str) -> str:
-    metrics = (
-        "Bits per byte on held-out text (loss) and on the second copy of a repeated segment "
-        "(recall); recovered is the closed fraction of the gap between the window alone and "
-        "softmax, with its standard error over the rows."
+def card(results: Mapping[str, Any]) -> str:
+    """Return the model card of ``attnzoo recover`` in Markdown: the verdict, then the results."""
+    about, encoder = results["about"], "cosine" in results["lines"]["result"]
+    data = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="feature-extraction" if encoder else "text-generation",
+        tags=[NAME],
+        base_model=about["base_model"],
+        datasets=about["datasets"] or None,
+        **about["metadata"],
     )
-    if is_encoder(results):
-        metrics = (
-            "Cosine similarity between the embeddings of held-out texts and those of the original "
-            "model; an embedding is the mean of the last hidden states."
-        )
-    return f"attnzoo {command}. {metrics}"
+    parts = [
+        f"---\n{data.to_yaml()}\n---\n",
+        *_title(results, "AutoModel" if encoder else "AutoModelForCausalLM"),
+        _training_text(about),
+        f"## Results\n\n{ENCODER_TEXT if encoder else CAUSAL_TEXT}\n",
+        results_table(results).markdown(),
+    ]
+    if (equal := results.get("equal_window")) is not None:
+        swap, softmax = (format_bytes(equal[f"{name}_bytes"]) for name in ("swap", "exact"))
+        parts.append(f"Cache of {equal['length']:,} tokens: {swap}; softmax: {softmax}.\n")
+    named = {"The swap": results["spec"], "All settings of the run": results["config"]}
+    for name, value in named.items():
+        if value is not None:
+            parts.append(f"{name}:\n\n```json\n{json.dumps(value, indent=2)}\n```\n")
+    return "\n".join(parts)
 
 
-def _title(results: Mapping[str, Any], about: Mapping[str, Any], kind: str) -> list[str]:
+def _title(results: Mapping[str, Any], auto_class: str) -> list[str]:
     """Return the first paragraphs of a model card: what the model is, and the verdict."""
     verdict = f"**{results['verdict']}**\n"
     student = results.get("student")
     if student is None:
-        return ["# A model with swapped attention\n", verdict, loading_text(about, kind)]
+        loading = loading_section(results["about"]["name"], auto_class)
+        return ["# A model with swapped attention\n", verdict, loading]
     return [
         f"# A student of the class {student['class']}\n",
         verdict,
@@ -176,29 +171,15 @@ def _title(results: Mapping[str, Any], about: Mapping[str, Any], kind: str) -> l
     ]
 
 
-def card(results: Mapping[str, Any], command: str) -> str:
-    """Return the model card in Markdown: the verdict first, then the results."""
-    kind = "feature-extraction" if is_encoder(results) else "text-generation"
-    decoding, generation = decoding_table(results), generation_table(results)
-    about = results.get("about", {})
-    parts = [
-        metadata_block(about, kind),
-        *_title(results, about, kind),
-        training_text(about, command),
-        "## Results\n",
-        _summary(results, command) + "\n",
-        results_table(results).markdown(),
-        f"{GENERATION_TEXT}\n\n{generation.markdown()}" if generation else "",
-        *(
-            f"{table.title}:\n\n{table.markdown()}\n\n{sentence}"
-            for table, sentence in longer_tables(results)
-        ),
-        decoding.markdown() if decoding else "",
-        f"The swap:\n\n```json\n{json.dumps(results['spec'], indent=2)}\n```\n"
-        if results["spec"] is not None
-        else "",
-        f"All settings of the run:\n\n```json\n{json.dumps(results['config'], indent=2)}\n```\n"
-        if "config" in results
-        else "",
-    ]
-    return "\n".join(part for part in parts if part)
+def _training_text(about: Mapping[str, Any]) -> str:
+    """Return from what, on what and in how many steps a model was trained."""
+    stages = ", ".join(f"{count:,} of {stage}" for stage, count in about["steps"].items())
+    name, base = about["base_name"], about["base_model"]
+    source = f"[{name}](https://huggingface.co/{base})" if base else name
+    return (
+        f"## Training\n\nMade from {source} by `attnzoo recover` of attnzoo {about['attnzoo']}, in "
+        f"{sum(about['steps'].values()):,} steps{f' ({stages})' if stages else ''} on "
+        f"{about['batch']:,} of {about['rows']:,} rows of {about['row_length']:,} tokens from "
+        f"{', '.join(about['data'])}. Another {about['held_out_rows']:,} rows are held out for "
+        "evaluation.\n"
+    )

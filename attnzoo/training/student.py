@@ -39,8 +39,8 @@ from attnzoo.hf.stock.layer_inputs import softmax_layer
 from attnzoo.hf.stock.recurrent import CLASSES, recurrent_layers, recurrent_numbers
 from attnzoo.training.arguments import RecoveryArguments
 from attnzoo.training.distil import Teacher, other_teacher, predictions
+from attnzoo.training.evaluator import CONTROL
 from attnzoo.training.plan import weights_fingerprint
-from attnzoo.training.quality import CONTROL
 from attnzoo.training.recovery import Log, Recovery
 from attnzoo.training.trainer import LogitDistillationTrainer, TransferTrainer
 
@@ -115,7 +115,7 @@ class StudentRecovery(Recovery):
         length = self.args.target_length or self.args.max_length
         evaluator.equal = equal_window(self.model.config, length, self.dtype.itemsize)
         evaluator.add_original(self.model, teacher)
-        evaluator.evaluate("softmax", teacher, is_original=True)
+        evaluator.evaluate("softmax", teacher)
         evaluator.evaluate("raw swap", self.model)
         evaluator.evaluate_windows(teacher)
 

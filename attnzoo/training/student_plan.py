@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from attnzoo.errors import ConfigError, SpecError
-from attnzoo.evaluation.quality import require_finite
-from attnzoo.evaluation.rows import Rows, predictions
+from attnzoo.evaluation.rows import Rows, predictions, require_finite
 from attnzoo.hf.models.speed_up import speed_up
 from attnzoo.hf.pretrained import load_pretrained
 from attnzoo.hf.stock.layer_inputs import softmax_layer

@@ -1,4 +1,4 @@
-"""The conclusion of a causal model's evaluation, in words.
+"""The conclusion of an evaluation, in words.
 
 A sentence says "better", "worse" or "closes" only for differences that are clear over the rows
 (:mod:`attnzoo.evaluation.margins`); every number that it compares has its standard error.
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from attnzoo.evaluation.embeddings import EmbeddingSimilarity
+from attnzoo.evaluation.equal_memory import EqualWindow
 from attnzoo.evaluation.margins import Difference, mean_of, paired, plus_minus
-from attnzoo.training.quality import Quality
+from attnzoo.evaluation.quality import Quality
 
 LEAST = {"loss": 0.001, "recall": 0.001, "agreement": 0.005}  # smaller differences do not matter
-NO_GAP = "On this text no difference between the window alone and softmax is measured"
+LEAST_COSINE = 0.001
 REMEDY = "Do not use it; keep more layers exact, train longer, or use the window."
 
 
@@ -24,47 +26,35 @@ def verdict(lines: Mapping[str, Quality]) -> str:
         lines: Evaluation results of ``softmax``, ``window alone`` and ``result``.
     """
     result, softmax, window = lines["result"], lines["softmax"], lines["window alone"]
-    if reason := unable(softmax):
-        return reason
-    worse = _worse(result, window)
-    generated = _generated(result, window)
-    if worse:
-        text = f"The result is worse than its window alone: {' and '.join(worse)}. {REMEDY}"
-        return " ".join(filter(None, [text, generated, left_out(lines)]))
-    closed = _closed_gaps(result, softmax, window)
-    same = "" if closed.startswith(NO_GAP) else _no_difference(result, window)
-    parts = [generated, closed, same, _above_all(result, softmax), left_out(lines)]
-    return " ".join(filter(None, parts))
-
-
-def left_out(lines: Mapping[str, Quality]) -> str:
-    """Return why numbers are left out, or ""."""
-    found: dict[str, list[str]] = {}
-    for name, line in lines.items():
-        for note in line.notes:
-            found.setdefault(note, []).append(name)
-    sentences = []
-    for note, names in found.items():
-        whose = "" if len(names) == len(lines) else f"Of {_join(names)}: "
-        sentences.append(f"{whose}{note}." if whose else f"{note[0].upper()}{note[1:]}.")
-    return " ".join(sentences)
-
-
-def unable(softmax: Quality) -> str:
-    """Return why no swap can be judged, because softmax itself does not predict the text, or ""."""
-    if softmax.loss < softmax.unigram:
-        return ""
-    return (
-        f"Recovery cannot be judged: with softmax the model has {softmax.loss:.2f} bits per byte "
-        f"on this text, and the frequencies of its tokens alone give {softmax.unigram:.2f}. Give a "
-        "trained model, and text in its language."
-    )
+    if softmax.loss >= softmax.unigram:
+        return (
+            f"Recovery cannot be judged: with softmax the model has {softmax.loss:.2f} bits per "
+            f"byte on this text, and the frequencies of its tokens alone give "
+            f"{softmax.unigram:.2f}. Give a trained model, and text in its language."
+        )
+    generated = ""
+    if result.agreement_rows and window.agreement_rows:
+        own, other = (_percent(mean_of(x.agreement_rows)) for x in (result, window))
+        generated = (
+            f"Of the tokens that the result generates, {own} equal the original model's (the "
+            f"window alone: {other})."
+        )
+    if worse := _worse(result, window):
+        first = f"The result is worse than its window alone: {' and '.join(worse)}. {REMEDY}"
+        parts = [first, generated]
+    else:
+        parts = [generated, *_gaps(result, softmax, window), _above_all(result, softmax)]
+    return " ".join(filter(None, [*parts, _left_out(lines)]))
 
 
 def difference(metric: str, ours: Quality, theirs: Quality) -> Difference:
     """Return ours minus theirs of ``loss``, ``recall`` or ``agreement``, over the same rows."""
     rows = f"{metric}_rows"
     return paired(getattr(ours, rows), getattr(theirs, rows), least=LEAST[metric])
+
+
+def _percent(found: Difference) -> str:
+    return plus_minus(found.mean, found.error, percent=True)
 
 
 def _worse(result: Quality, window: Quality) -> list[str]:
@@ -87,64 +77,38 @@ def _worse(result: Quality, window: Quality) -> list[str]:
     return found
 
 
-def _percent(found: Difference) -> str:
-    return plus_minus(found.mean, found.error, percent=True)
-
-
-def _generated(result: Quality, window: Quality) -> str:
-    """Return which fraction of the generated tokens is equal, or "" if it was not measured."""
-    if result.agreement is None:
-        return ""
-    own = _percent(mean_of(result.agreement_rows)) if result.agreement_rows else "an unknown part"
-    other = ""
-    if window.agreement_rows:
-        other = f" (the window alone: {_percent(mean_of(window.agreement_rows))})"
-    return f"Of the tokens that the result generates, {own} equal the original model's{other}."
-
-
-def _closed_gaps(result: Quality, softmax: Quality, window: Quality) -> str:
+def _gaps(result: Quality, softmax: Quality, window: Quality) -> list[str]:
     """Return which fractions of the gap between window and softmax the result closes."""
-    shares = dict(zip(("loss", "recall"), result.recovered(softmax, window), strict=True))
-    known = {metric: share for metric, share in shares.items() if share is not None}
-    clear = {k: x for k, x in known.items() if difference(k, result, window).is_negative}
-    if clear:
-        parts = [f"{_percent(share)} in {metric}" for metric, share in clear.items()]
-        return (
-            f"It closes the gap between the window alone and softmax by {' and '.join(parts)}."
-            if result.agreement is not None
-            else "The result closes the gap between the window alone and softmax by "
-            f"{' and '.join(parts)}."
-        )
-    if known:
-        return ""
-    return (
-        f"{NO_GAP} (loss: "
-        f"{difference('loss', window, softmax)} bits per byte), so recovery cannot be judged; "
-        "evaluate on longer or more rows, or on text with long-range dependencies."
-    )
-
-
-def _no_difference(result: Quality, window: Quality) -> str:
-    """Return in which metrics no difference between result and window is measured, or ""."""
-    found = []
-    for metric in ("loss", "recall"):
-        own = difference(metric, result, window)
-        if own.count and not own.is_clear:
-            found.append(f"{metric}: {own} bits per byte")
-    return f"No difference from the window alone is measured in {', '.join(found)}." * bool(found)
+    shares = zip(("loss", "recall"), result.recovered(softmax, window), strict=True)
+    known = {metric: share for metric, share in shares if share is not None}
+    if not known:
+        return [
+            "On this text no difference between the window alone and softmax is measured (loss: "
+            f"{difference('loss', window, softmax)} bits per byte), so recovery cannot be judged; "
+            "evaluate on longer or more rows, or on text with long-range dependencies."
+        ]
+    own = {metric: difference(metric, result, window) for metric in ("loss", "recall")}
+    closed = [
+        f"{_percent(x)} in {metric}" for metric, x in known.items() if own[metric].is_negative
+    ]
+    same = [f"{k}: {x} bits per byte" for k, x in own.items() if x.count and not x.is_clear]
+    gap = "The result closes the gap between the window alone and softmax by"
+    return [
+        f"{gap} {' and '.join(closed)}." * bool(closed),
+        f"No difference from the window alone is measured in {', '.join(same)}." * bool(same),
+    ]
 
 
 def _above_all(result: Quality, softmax: Quality) -> str:
     """Return a warning if the result seems to predict better than softmax, or ""."""
-    better = []
-    for metric in ("loss", "recall"):
-        own = difference(metric, result, softmax)
-        if own.count and own.mean < 0 and (own.is_clear or -own.mean > LEAST[metric]):
-            better.append((metric, own))
-    if not better:
-        return ""
-    names = ", ".join(f"{metric}: {own} bits per byte" for metric, own in better)
-    if any(own.is_clear for _, own in better):
+    found = {metric: difference(metric, result, softmax) for metric in ("loss", "recall")}
+    better = {
+        metric: own
+        for metric, own in found.items()
+        if own.is_negative or (own.count and own.mean < -LEAST[metric])
+    }
+    names = ", ".join(f"{metric}: {own} bits per byte" for metric, own in better.items())
+    if any(own.is_clear for own in better.values()):
         return (
             f"Warning: the result predicts better than softmax ({names}), which a student cannot "
             "learn from its teacher. Likely, the rows are not like the text that the model was "
@@ -154,7 +118,40 @@ def _above_all(result: Quality, softmax: Quality) -> str:
     return (
         f"Warning: the result seems to predict better than softmax ({names}); that is within the "
         "noise of so few rows. Evaluate on more rows."
+    ) * bool(better)
+
+
+def _left_out(lines: Mapping[str, Quality]) -> str:
+    """Return why numbers are left out, or ""."""
+    found: dict[str, list[str]] = {}
+    for name, line in lines.items():
+        for note in line.notes:
+            found.setdefault(note, []).append(name)
+    return " ".join(
+        f"{note[0].upper()}{note[1:]}."
+        if len(names) == len(lines)
+        else f"Of {_join(names)}: {note}."
+        for note, names in found.items()
     )
+
+
+def equal_sentence(lines: Mapping[str, Quality], equal: EqualWindow | None, length: int) -> str:
+    """Return who wins at equal memory on rows of a length, or why that is not known, or ""."""
+    if equal is None:
+        return ""
+    if not equal.saves_memory:
+        return (
+            f"The swap's cache is as large as softmax's at {equal.length:,} tokens, so softmax is "
+            "its baseline at equal memory."
+        )
+    name = f"the window of equal memory ({equal} tokens)"
+    if equal.widest >= length:
+        return (
+            f"Against {name} nothing can be said: it sees every key of rows of {length:,} tokens; "
+            f"evaluate on rows of more than {equal.widest:,} (--max-length or --target-length)."
+        )
+    found = compare("the swap", lines["result"], "the window", lines["equal window"])
+    return f"Against {name} on rows of {length:,} tokens: {found}" if found else ""
 
 
 def compare(name: str, ours: Quality, other: str, theirs: Quality) -> str:
@@ -169,19 +166,37 @@ def compare(name: str, ours: Quality, other: str, theirs: Quality) -> str:
     wins: dict[str, list[str]] = {name: [], other: [], "": []}
     for metric, sign in (("agreement", -1), ("loss", 1), ("recall", 1)):
         own = difference(metric, ours, theirs)
-        if not own.count:
-            continue
-        label = "equal tokens" if metric == "agreement" else metric
-        text = _percent(own) if metric == "agreement" else str(own)
-        if own.is_clear:
-            wins[name if sign * own.mean < 0 else other].append(f"{label} ({text})")
-        else:
-            wins[""].append(f"{label} ({text})")
+        if own.count:
+            equal = metric == "agreement"
+            text = f"equal tokens ({_percent(own)})" if equal else f"{metric} ({own})"
+            better = name if sign * own.mean < 0 else other
+            wins[better if own.is_clear else ""].append(text)
     parts = [f"{who} is better in {_join(found)}" for who, found in wins.items() if who and found]
     if wins[""]:
         parts.append(f"no difference is measured in {_join(wins[''])}")
-    return "; ".join(parts) + "." if parts else ""
+    return "; ".join(parts) + "." * bool(parts)
 
 
 def _join(parts: Sequence[str]) -> str:
     return " and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else parts[0]
+
+
+def encoder_verdict(lines: Mapping[str, EmbeddingSimilarity]) -> str:
+    """Return the conclusion in one sentence, beginning with a result worse than the window's.
+
+    Args:
+        lines: Evaluation results of ``window alone``, ``raw swap`` and ``result``.
+    """
+    result, window, raw = (lines[name] for name in ("result", "window alone", "raw swap"))
+    better = paired(result.rows, window.rows, least=LEAST_COSINE)
+    if better.is_negative:
+        return (
+            "The result is worse than its window alone: the cosine similarity of its embeddings to "
+            f"softmax's is {result.cosine:.3f}, the window's {window.cosine:.3f} (difference "
+            f"{better}). Do not use it; train longer, keep layers exact, or use the window."
+        )
+    same = f" No difference from the window alone is measured: {better}." * (not better.is_clear)
+    return (
+        f"Embeddings of held-out text have a mean cosine of {mean_of(result.rows)} to softmax's; "
+        f"the raw swap {mean_of(raw.rows)}, the window alone {mean_of(window.rows)}.{same}"
+    )

@@ -32,8 +32,8 @@ from attnzoo.compare.run import (
 from attnzoo.compare.tables import quality_table
 from attnzoo.compare.workers import FAILED, OK, OUT_OF_MEMORY, REFUSED, TIMED_OUT, Workers
 from attnzoo.errors import AttnzooError, SpecError
-from attnzoo.evaluation.quality import require_finite
 from attnzoo.evaluation.results import FILE, append, read
+from attnzoo.evaluation.rows import require_finite
 from attnzoo.spec import AttentionSpec
 
 

@@ -1,15 +1,14 @@
 import pytest
 
 from attnzoo.errors import SpecError
-from attnzoo.evaluation.data import make_eval_batch
 from attnzoo.evaluation.models import embedded_model_path, max_positions
+from attnzoo.evaluation.quality import make_eval_batch
 
 
 def test_rows_and_repeats_of_the_embedded_model():
-    batch = make_eval_batch(embedded_model_path(), None, rows=4, row_length=256, stream_length=300)
+    batch = make_eval_batch(embedded_model_path(), None, rows=4, row_length=256)
     assert batch.rows.tokens.shape == batch.repeated.tokens.shape == (4, 256)
     assert batch.rows.bytes_per_token == 1.0  # one token per byte
-    assert len(batch.stream) == 300
     for row, repeat in zip(batch.repeated.tokens, batch.repeats, strict=True):
         first = row[repeat.first : repeat.first + repeat.length]
         assert first.equal(row[repeat.second : repeat.second + repeat.length])
@@ -17,9 +16,7 @@ def test_rows_and_repeats_of_the_embedded_model():
 
 def test_missing_text_is_refused(tmp_path):
     with pytest.raises(SpecError, match="cannot be read"):
-        make_eval_batch(
-            embedded_model_path(), tmp_path / "none.txt", rows=1, row_length=8, stream_length=8
-        )
+        make_eval_batch(embedded_model_path(), tmp_path / "none.txt", rows=1, row_length=8)
 
 
 def test_rotary_models_have_no_max_positions():

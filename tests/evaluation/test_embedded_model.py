@@ -7,10 +7,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import attnzoo
-from attnzoo.evaluation.data import StringTokenizer, make_eval_batch, read_text
+from attnzoo.evaluation.data import StringTokenizer, read_text
 from attnzoo.evaluation.generation import Needles, correct_tokens
 from attnzoo.evaluation.models import embedded_model_path, load_swapped
-from attnzoo.evaluation.quality import measure_quality
+from attnzoo.evaluation.quality import evaluate_rows, make_eval_batch
 from attnzoo.spec import AttentionSpec
 
 MEGABYTE = 1e6
@@ -20,13 +20,13 @@ MEGABYTE = 1e6
 def measured():
     """Bits per byte and recall of the embedded model, and of its window of 32."""
     path = embedded_model_path()
-    batch = make_eval_batch(path, None, rows=48, row_length=512, stream_length=8)
+    batch = make_eval_batch(path, None, rows=48, row_length=512)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     results = []
     for window in (None, 32):
         if window:
             attnzoo.swap(model, "flash", window=window)
-        results.append(measure_quality(model, batch))
+        results.append(evaluate_rows(model, batch))
     return results
 
 
@@ -34,14 +34,14 @@ def measured():
 def short_measurement():
     """Return a function that measures a swap on a few rows: (bits per byte, those of recall)."""
     path = embedded_model_path()
-    batch = make_eval_batch(path, None, rows=8, row_length=512, stream_length=8)
+    batch = make_eval_batch(path, None, rows=8, row_length=512)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
     @cache
     def measure(backend, options=()):
         attnzoo.swap(model, backend, **dict(options))
-        result = measure_quality(model, batch)
-        return result.bits_per_byte, result.recall_bits_per_byte
+        result = evaluate_rows(model, batch)
+        return result.loss, result.recall
 
     return lambda backend, **options: measure(backend, tuple(options.items()))
 
@@ -67,17 +67,17 @@ def test_it_has_two_to_four_million_parameters():
 
 
 def test_it_predicts_held_out_text(measured):
-    assert measured[0].bits_per_byte <= 1.75
+    assert measured[0].loss <= 1.75
 
 
 def test_it_recalls(measured):
-    assert measured[0].recall_bits_per_byte <= 1.30
+    assert measured[0].recall <= 1.30
 
 
 def test_a_window_of_32_increases_the_loss(measured):
     whole, window = measured
-    assert window.bits_per_byte - whole.bits_per_byte >= 0.2
-    assert window.recall_bits_per_byte - whole.recall_bits_per_byte >= 0.6
+    assert window.loss - whole.loss >= 0.2
+    assert window.recall - whole.recall >= 0.6
 
 
 @pytest.mark.parametrize(
@@ -120,11 +120,11 @@ def test_selected_keys_close_the_loss_gap_of_a_window(
 def test_bits_per_byte_is_the_loss_that_transformers_reports():
     path = embedded_model_path()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    batch = make_eval_batch(path, None, rows=8, row_length=128, stream_length=8)
-    result = measure_quality(model, batch)
+    batch = make_eval_batch(path, None, rows=8, row_length=128)
+    result = evaluate_rows(model, batch)
     with torch.no_grad():
         loss = model(batch.rows.tokens, labels=batch.rows.tokens).loss.item()
-    assert result.bits_per_byte == pytest.approx(loss / math.log(2), abs=1e-4)
+    assert result.loss == pytest.approx(loss / math.log(2), abs=1e-4)
 
 
 def test_the_long_model_repeats_numbers_that_a_window_loses():

@@ -5,7 +5,7 @@ from typing import Any
 
 from attnzoo.evaluation import generation
 from attnzoo.evaluation.equal_memory import EqualWindow
-from attnzoo.training import evaluator, lengths, recovery, results
+from attnzoo.training import evaluator, recovery
 from attnzoo.training.arguments import RecoveryArguments
 
 STEPS = {
@@ -29,8 +29,7 @@ def shorten_runs(patch: Callable[[object, str, Any], None]) -> None:
     patch(recovery, "JUDGED", 4)
     patch(recovery, "CLOSE", 0.0)  # swaps of models with random weights start close to softmax
     patch(evaluator, "ROWS", 2)
-    patch(lengths, "equal_window", lambda path, spec, length: windows)
-    patch(results, "LENGTHS", (16,))
+    patch(evaluator, "equal_window", lambda path, spec, length: windows)
     patch(generation, "NEW_TOKENS", 8)
 
 

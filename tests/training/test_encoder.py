@@ -13,8 +13,9 @@ from attnzoo.evaluation.embeddings import EmbeddingSimilarity, Texts, embeddings
 from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.training import evaluator
 from attnzoo.training.data import DataError, RowOptions, load_documents, split_documents
-from attnzoo.training.encoder import is_encoder, tokenize_texts, verdict
+from attnzoo.training.encoder import is_encoder, tokenize_texts
 from attnzoo.training.recover import recover
+from attnzoo.training.verdict import encoder_verdict
 from tests.training.short_runs import arguments, losses
 
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "alpha", "beta", "gamma", "delta"]
@@ -111,7 +112,7 @@ def test_trained_weights_and_results(encoder, lines, tmp_path, train):
     results = recover(encoder, SPEC, [lines], config(out, train=train))
     assert results == json.loads((out / "recovery.json").read_text())
     assert results["lines"]["softmax"]["cosine"] == pytest.approx(1, abs=1e-6)
-    assert set(results["lines"]) >= {"raw swap", "window alone", "near branch alone", "result"}
+    assert set(results["lines"]) >= {"raw swap", "window alone", "result"}
     saved, exact = (hf.AutoModelForMaskedLM.from_pretrained(p) for p in (out, encoder))
     assert type(saved) is hf.BertForMaskedLM
     changed = {
@@ -176,13 +177,13 @@ def test_verdict_begins_with_a_result_worse_than_its_window():
         name: EmbeddingSimilarity(cosine=cosine, least=0.0, rows=[cosine] * 4)
         for name, cosine in (("window alone", 0.8), ("raw swap", 0.5), ("result", 0.7))
     }
-    assert verdict(lines).startswith("The result is worse than its window alone")
+    assert encoder_verdict(lines).startswith("The result is worse than its window alone")
     lines["result"] = EmbeddingSimilarity(cosine=0.9, least=0.1, rows=[0.9] * 4)
-    text = verdict(lines)
+    text = encoder_verdict(lines)
     assert "0.900 ± 0.000 to softmax's; the raw swap 0.500 ± 0.000, the window alone 0.800" in text
     noisy = [0.6, 0.9, 0.8, 0.85]
     lines["result"] = EmbeddingSimilarity(cosine=0.7875, least=0.6, rows=noisy)
-    assert "No difference from the window alone is measured: -0.013 ± " in verdict(lines)
+    assert "No difference from the window alone is measured: -0.013 ± " in encoder_verdict(lines)
 
 
 def test_invalid_arguments_are_refused(encoder, lines, saved, tmp_path):

@@ -5,10 +5,10 @@ import itertools
 import datasets
 import torch
 
-from attnzoo.evaluation.quality import measure_quality
+from attnzoo.evaluation.quality import evaluate_rows
 from attnzoo.evaluation.rows import Rows
 from attnzoo.training.data import pack
-from attnzoo.training.eval_rows import rows_to_eval_batch, select_rows
+from attnzoo.training.evaluator import rows_to_eval_batch, select_rows
 
 
 class Words:
@@ -66,7 +66,7 @@ def test_short_documents_restart_positions(model):
     batch = rows_to_eval_batch(short, 3)
     assert batch.rows.is_packed
     assert (batch.rows.targets[positions == 0] == -100).all()
-    found = measure_quality(model, batch)
+    found = evaluate_rows(model, batch)
     losses = []  # each document alone
     for row, place in zip(batch.rows.tokens, positions, strict=True):
         bounds = [*(place == 0).nonzero()[:, 0].tolist(), 32]
@@ -75,8 +75,8 @@ def test_short_documents_restart_positions(model):
             logits = model(one).logits.detach()[0, :-1].double().log_softmax(-1)
             losses.append(-logits.gather(-1, one[0, 1:, None])[:, 0])
     exact = float(torch.cat(losses).mean()) / torch.log(torch.tensor(2.0)).item()
-    assert abs(found.bits_per_byte - exact) < 1e-4
-    assert abs(sum(found.loss_rows) / 3 - found.bits_per_byte) < 1e-5
+    assert abs(found.loss - exact) < 1e-4
+    assert abs(sum(found.loss_rows) / 3 - found.loss) < 1e-5
 
 
 def test_completions_keep_whole_rows():

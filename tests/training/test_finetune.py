@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 import attnzoo
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.training.finetune import finetune
-from attnzoo.training.results import RunError
+from attnzoo.training.run_folder import RunError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*checkpointing. is deprecated:FutureWarning")
 

@@ -8,10 +8,10 @@ import torch
 from attnzoo.evaluation.equal_memory import EqualWindow
 from attnzoo.evaluation.rows import Rows
 from attnzoo.training import evaluator as evaluation
-from attnzoo.training.evaluator import evaluate
-from attnzoo.training.lengths import equal_sentence, make_long_batches
+from attnzoo.training.evaluator import Evaluator, evaluate
 from attnzoo.training.recover import recover
-from attnzoo.training.report import card, longer_tables
+from attnzoo.training.report import card
+from attnzoo.training.verdict import equal_sentence
 from tests.training.short_runs import arguments
 from tests.training.test_verdict import made
 
@@ -27,14 +27,14 @@ def rows(length, count):
 def test_lengths_that_cannot_be_evaluated_are_named(saved):
     said = []
     load = lambda length: rows(length, 256 // length)  # noqa: E731
-    options = {"row_length": 16, "count": 8, "log": said.append}
-    found = make_long_batches(saved, load, target_length=64, **options)
-    assert list(found) == [64]
-    assert said == [
+    options = {"rows": 8, "generates": False, "log": said.append}
+    found = Evaluator(saved, rows(16, 16), load, target_length=64, **options)
+    assert list(found.batches) == [16, 64]
+    assert said[:-1] == [
         "128 tokens are not evaluated: the held-out text has 2 rows of that length, and 4 are the "
         "least; give more text"
     ]
-    assert make_long_batches(saved, load, target_length=None, **options) == {}
+    assert list(Evaluator(saved, rows(16, 16), load, **options).batches) == [16]
 
 
 def test_who_wins_at_equal_memory():
@@ -63,19 +63,17 @@ def test_recovery_has_the_window_of_equal_memory_and_longer_rows(recovered):
     assert "equal window" in results["lines"]
     assert set(results["longer"]) == {"32", "64"}
     names = {"softmax", "window alone", "equal window", "result"}
-    assert all(set(x["lines"]) == names for x in results["longer"].values())
+    assert all(set(x) == names for x in results["longer"].values())
     assert results["equal_window"]["windows"] == {"0": 2, "1": 2}  # tests/training/short_runs.py
     written = json.loads((out / "recovery.json").read_text())
     assert all(results[key] == written[key] for key in ("longer", "lines", "equal_window"))
     assert (
         "Against the window of equal memory (2 tokens) on rows of 16 tokens" in results["verdict"]
     )
-    text = card(results, "recover")
+    text = card(results)
     assert "| window of equal memory (2) |" in text
-    assert "rows of 64 tokens" in text
-    assert [table.title for table, _ in longer_tables(results)] == [
-        f"bits per byte on held-out text, rows of {n} tokens" for n in (32, 64)
-    ]
+    assert "on rows of 64 tokens" in text
+    assert "| result @ 64 |" in text
 
 
 def test_evaluation_has_the_same_lines(recovered, text):
@@ -84,6 +82,6 @@ def test_evaluation_has_the_same_lines(recovered, text):
     for name in ("softmax", "result", "window alone", "equal window"):
         assert found["lines"][name]["loss"] == pytest.approx(results["lines"][name]["loss"])
         for length in ("32", "64"):
-            mine, theirs = (x["longer"][length]["lines"][name] for x in (found, results))
+            mine, theirs = (x["longer"][length][name] for x in (found, results))
             assert mine["loss"] == pytest.approx(theirs["loss"])
     assert found["verdict"] == results["verdict"]

@@ -7,9 +7,9 @@ import transformers as hf
 
 import attnzoo
 from attnzoo.errors import ConfigError, SpecError
-from attnzoo.evaluation.data import make_eval_batch
 from attnzoo.evaluation.margins import speedup
 from attnzoo.evaluation.models import embedded_model_path
+from attnzoo.evaluation.quality import make_eval_batch
 from attnzoo.evaluation.rows import Rows
 from attnzoo.training import plan as plan_module
 from attnzoo.training.budget import layer_sizes
@@ -73,7 +73,7 @@ def test_greedy_choice_is_optimal_for_the_embedded_model():
     """No other choice of as many exact layers has a smaller KL."""
     path = embedded_model_path()
     model = hf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    rows = make_eval_batch(path, None, rows=3, row_length=384, stream_length=8).repeated
+    rows = make_eval_batch(path, None, rows=3, row_length=384).repeated
     candidates = {"window": attnzoo.AttentionSpec("flash", window=32)}
     planner = Planner(model, rows, candidates)
     measured = planner.measure()

@@ -15,7 +15,7 @@ import attnzoo
 from attnzoo.cli import main
 from attnzoo.hf.saving.card import hub_id
 from attnzoo.training import publish
-from attnzoo.training.model_card import about_run
+from attnzoo.training.report import about_run
 
 CARD = "---\nlicense: mit\nlanguage:\n- en\ntags: [other]\n---\n# Base\n"
 
@@ -147,9 +147,18 @@ def test_what_a_card_says_of_local_files_and_data_sets(saved, text, tmp_path):
     from pathlib import Path
 
     data = [text, Path("org/corpus:english")]
-    about = about_run(
-        saved, data, tmp_path / "x", rows=7, row_length=8, held_out=1, steps={}, batch=2
+    args = SimpleNamespace(
+        **{"max_length": 8, "train_batch_size": 2, "gradient_accumulation_steps": 3},
+        **{"world_size": 4, "cp_size": 2},
     )
+    history = [{"step": 1}, {"step": 5}]
+    run = SimpleNamespace(
+        **{"path": saved, "data": data, "args": args, "rows": [0] * 7, "held_out": [0]},
+        stages={"transfer": history, "softmax": history, "distil": []},
+        folder=SimpleNamespace(out=tmp_path / "x"),
+    )
+    about = about_run(run)
+    assert (about["batch"], about["steps"], about["name"]) == (12, {"transfer": 5}, "x")
     assert about["data"] == [text.name, "org/corpus:english"]
     assert about["datasets"] == ["org/corpus"]
     assert about["base_model"] is None

@@ -2,17 +2,10 @@ import pytest
 import torch
 
 import attnzoo
+from attnzoo.evaluation.quality import Quality, evaluate_rows, with_original_continuations
 from attnzoo.evaluation.rows import Rows
-from attnzoo.training.eval_rows import rows_to_eval_batch
-from attnzoo.training.quality import (
-    Quality,
-    as_dicts,
-    branch_qualities,
-    evaluate_rows,
-    softmax_quality,
-    widest_window,
-    with_original_continuations,
-)
+from attnzoo.hf.swap.convert import original_attention
+from attnzoo.training.evaluator import as_dicts, rows_to_eval_batch, widest_window
 
 
 def lines(softmax, window, result, raw=(3.0, 3.0)):
@@ -43,7 +36,9 @@ def test_generation_is_compared_with_the_original_model(model):
     encode = lambda text: torch.tensor([byte % 64 for byte in text.encode()])  # noqa: E731
     attnzoo.swap(model, "flash", window=4)
     batch = with_original_continuations(model, rows_to_eval_batch(rows(), 2, encode))
-    swapped, original = evaluate_rows(model, batch), softmax_quality(model, batch)
+    swapped = evaluate_rows(model, batch)
+    with original_attention(model):
+        original = evaluate_rows(model, batch)
     assert original.agreement == 1
     assert swapped.agreement < 0.9
     assert swapped.copies is not None
@@ -61,24 +56,11 @@ def test_softmax_quality_of_a_swapped_model(model):
     batch = rows_to_eval_batch(rows(), 2)
     exact = evaluate_rows(model, batch)
     attnzoo.swap(model, "linear", window=4)
+    assert widest_window(model) == 4
     swapped = evaluate_rows(model, batch)
-    assert softmax_quality(model, batch).loss == pytest.approx(exact.loss, rel=1e-5)
+    with original_attention(model):
+        assert evaluate_rows(model, batch).loss == pytest.approx(exact.loss, rel=1e-5)
     assert evaluate_rows(model, batch) == swapped
     assert swapped.loss != pytest.approx(exact.loss, rel=1e-4)
-
-
-def test_quality_of_each_branch(model):
-    batch = rows_to_eval_batch(rows(), 2)
-    attnzoo.swap(model, "flash", window=4)
-    window = evaluate_rows(model, batch).loss
-    attnzoo.swap(model, "linear", window=4, far_weight=3.0)
-    assert widest_window(model) == 4
-    whole = evaluate_rows(model, batch).loss
-    found = branch_qualities(model, lambda model: evaluate_rows(model, batch))
-    assert found["near branch alone"].loss == pytest.approx(window, rel=1e-5)
-    far = found["far branch alone"].loss
-    assert len({round(x, 4) for x in (whole, window, far)}) == 3
-    assert evaluate_rows(model, batch).loss == whole  # the weights are restored
     attnzoo.swap(model, "linear")
-    assert branch_qualities(model, lambda model: evaluate_rows(model, batch)) == {}
     assert widest_window(model) == 32

@@ -12,15 +12,14 @@ import transformers as hf
 
 import attnzoo
 from attnzoo.errors import ConfigError, SpecError
+from attnzoo.evaluation.quality import evaluate_rows
 from attnzoo.training import recovery
 from attnzoo.training.arguments import RecoveryArguments
 from attnzoo.training.data import DataError, load_rows
-from attnzoo.training.eval_rows import rows_to_eval_batch
-from attnzoo.training.evaluator import evaluate
-from attnzoo.training.quality import evaluate_rows
+from attnzoo.training.evaluator import evaluate, rows_to_eval_batch
 from attnzoo.training.recover import recover
 from attnzoo.training.recovery import rate_factor
-from attnzoo.training.results import RunError
+from attnzoo.training.run_folder import RunError
 from attnzoo.training.trainer import DivergenceError, StageRows, StageTrainer
 from attnzoo.training.transfer import Transfer
 from tests.processes import DEVNULL, SECONDS, running

@@ -19,10 +19,10 @@ from attnzoo.cli import main
 from attnzoo.compare.run import CompareConfig, Workers, compare
 from attnzoo.demo.run import run_demo
 from attnzoo.errors import SpecError
-from attnzoo.evaluation.data import StringTokenizer, make_eval_batch, rows_with_repeats
-from attnzoo.evaluation.generation import Needles, make_generation_batch
+from attnzoo.evaluation.data import StringTokenizer
+from attnzoo.evaluation.generation import Needles, make_generation_batch, make_recall_batch
 from attnzoo.evaluation.models import embedded_model_path, max_positions
-from attnzoo.evaluation.recall import make_recall_batch
+from attnzoo.evaluation.quality import evaluate_rows, make_eval_batch, rows_with_repeats
 from attnzoo.evaluation.rows import Rows, pack_documents, predictions, separates_documents
 from attnzoo.training import evaluator as evaluation
 from attnzoo.training import recovery
@@ -34,10 +34,8 @@ from attnzoo.training.data import (
     split_documents,
 )
 from attnzoo.training.encoder import load_texts
-from attnzoo.training.eval_rows import rows_to_eval_batch, select_rows
-from attnzoo.training.evaluator import evaluate
+from attnzoo.training.evaluator import evaluate, rows_to_eval_batch, select_rows
 from attnzoo.training.plan import make_plan
-from attnzoo.training.quality import evaluate_rows
 from attnzoo.training.verdict import verdict
 from tests.training.student_pair import TEACHERS, load, write_pair
 
@@ -236,9 +234,7 @@ def test_commands_with_a_text_measure_documents(data, gpt2, attnzoo_command, tmp
     shown = run_demo(
         model=gpt2, text=data, out=tmp_path, specs=[WINDOW], quick=True, console=Console(quiet=True)
     )
-    documents = make_eval_batch(
-        gpt2, data, rows=8, row_length=160, stream_length=8
-    ).rows.documents()
+    documents = make_eval_batch(gpt2, data, rows=8, row_length=160).rows.documents()
     for result, spec in zip(shown, (None, WINDOW), strict=True):
         expected = loss_of(documents, alone(gpt2, spec, documents))
         assert result.bits_per_byte == pytest.approx(expected, rel=1e-5)

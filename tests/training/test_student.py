@@ -16,7 +16,7 @@ from attnzoo.training import student as module
 from attnzoo.training.distil import model_inputs
 from attnzoo.training.evaluator import Evaluator
 from attnzoo.training.recover import recover
-from attnzoo.training.results import RunError
+from attnzoo.training.run_folder import RunError
 from attnzoo.training.student import StudentRecovery, StudentTransfer, equal_window
 from tests.byte_tokenizer import save_byte_tokenizer
 from tests.training.short_runs import arguments

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from attnzoo.training.quality import Quality
+from attnzoo.evaluation.quality import Quality
 from attnzoo.training.verdict import compare, verdict
 
 ROWS = 32

@@ -106,7 +106,7 @@ def test_evaluate_runs_tasks_before_and_after(saved, tokenizer, monkeypatch, cap
         "--include_path",
         "integrations/lm_eval",
     ]
-    given += ["--metadata", '{"max_seq_lengths": 600}', "--gen_kwargs", "max_gen_toks=2"]
+    given += ["--metadata", '{"max_seq_lengths": 600}']
     given += ["--original", embedded_model_path(), "--max_length", 600, "--control", 2]
     given += ["--limit", 6, "--batch_size", 6]
     code, printed, errors = evaluate(monkeypatch, capsys, *given, "--json")
@@ -158,15 +158,18 @@ def test_what_a_task_lacks_is_one_message(saved, monkeypatch, capsys, problem):
             "Did you mean 'attnzoo_niah_single'?",
             marks=pytest.mark.exhaustive,
         ),
-        (["--tasks", "attnzoo_vt", "--limit", 0], "limit must be above 0, got 0"),
-        (["--tasks", "attnzoo_vt", "--batch-size", "many"], "batch_size must be above 0, or"),
-        (["--tasks", "attnzoo_vt", "--metadata", "[1]"], "takes a JSON object, got '[1]'"),
+        (["--tasks", TASK, "--limit", 0], "limit must be above 0, got 0"),
         (
-            ["--tasks", "attnzoo_vt", "--limit", 1],
+            ["--tasks", TASK, "--batch-size", "many"],
+            "batch_size must be above 0, or",
+        ),
+        (["--tasks", TASK, "--metadata", "[1]"], "takes a JSON object, got '[1]'"),
+        (
+            ["--tasks", "attnzoo_niah_single", "--limit", 1],
             "prompts of 4096 tokens, but the model takes 512",
         ),
         (
-            ["--tasks", "attnzoo_vt", "--metadata", '{"max_seq_lengths": ["4k"]}'],
+            ["--tasks", "attnzoo_niah_single", "--metadata", '{"max_seq_lengths": ["4k"]}'],
             "max_seq_lengths takes integers above 0, got ['4k']",
         ),
         (["--tasks", "x", "--include-path", "nowhere"], "there is no folder 'nowhere'"),

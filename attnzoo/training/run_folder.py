@@ -4,38 +4,27 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate.utils import broadcast_object_list
 from filelock import FileLock, Timeout
 from transformers import PreTrainedModel
 
 from attnzoo.errors import AttnzooError
 from attnzoo.evaluation.data import load_tokenizer
-from attnzoo.evaluation.decoding import measure_together
-from attnzoo.evaluation.equal_memory import EXACT, saved_cache_bytes
-from attnzoo.evaluation.margins import mean_of
-from attnzoo.evaluation.models import max_positions
 from attnzoo.hf.configs import set_dropout
-from attnzoo.hf.names import NAME
 from attnzoo.hf.saving.companions import copy_companions, move_files
 from attnzoo.hf.saving.dtype import cast_weights
 from attnzoo.hf.saving.files import read_config
-from attnzoo.hf.swap.convert import original_attention
 from attnzoo.report.atomic_write import atomic_write
 from attnzoo.report.output_path import check_folder
-from attnzoo.spec import AttentionSpec
-from attnzoo.training.model_card import about_run
-from attnzoo.training.report import card
+from attnzoo.training.report import about_run, card
 
 RESULTS = "recovery.json"
 RUN = "run.json"  # in the folder of the checkpoints
-LENGTHS = (256, 1024, 4096)  # context lengths at which decoding is timed, in tokens
-MARGIN = 16  # positions left free for the timed tokens
 
 
 class RunError(AttnzooError):
@@ -130,7 +119,7 @@ def save_model(run: Any, model: PreTrainedModel, results: dict[str, Any]) -> dic
     mark a finished run.
 
     Args:
-        run: A :class:`~attnzoo.training.recover.Recovery`.
+        run: A :class:`~attnzoo.training.recovery.Recovery`.
         model: The trained model.
         results: Its results.
 
@@ -139,20 +128,8 @@ def save_model(run: Any, model: PreTrainedModel, results: dict[str, Any]) -> dic
     """
     out: Path = run.folder.out
     if run.state.is_main_process:
-        about = about_run(
-            *(run.path, run.data, out),
-            rows=len(run.rows),
-            row_length=run.args.max_length,
-            held_out=len(run.held_out),
-            steps={name: history[-1]["step"] for name, history in run.stages.items() if history},
-            batch=run.args.train_batch_size
-            * run.args.gradient_accumulation_steps
-            * run.args.world_size
-            // run.args.cp_size,
-        )
-        decoding = decoding_cost(model, run) if run.generates and run.teacher is None else {}
         losses = {name: _losses(history) for name, history in run.stages.items()}
-        results = {**results, "decoding": decoding, "about": about, "losses": losses}
+        results = {**results, "about": about_run(run), "losses": losses}
         results = json.loads(json.dumps(results, allow_nan=False))
         partial = out / "model.partial"
         model.requires_grad_(True)
@@ -161,7 +138,7 @@ def save_model(run: Any, model: PreTrainedModel, results: dict[str, Any]) -> dic
         model.save_pretrained(partial)
         load_tokenizer(run.path).save_pretrained(partial)
         copy_companions(run.path, partial)
-        (partial / "README.md").write_text(card(results, run.command), "utf-8")
+        (partial / "README.md").write_text(card(results), "utf-8")
         move_files(partial, out)
         atomic_write(out / RESULTS, json.dumps(results, indent=2))
         for path in run.folder.checkpoints.glob("*/"):
@@ -177,40 +154,3 @@ def _losses(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
         {k: x for k, x in line.items() if k in kept or k.startswith("entropy/")} for line in history
     ]
     return [line for line in lines if len(line) > 1]
-
-
-@torch.no_grad()
-def decoding_cost(model: PreTrainedModel, run: Any) -> dict[str, Any]:
-    """Return milliseconds per token and cache bytes by context length, for softmax and the swap."""
-    model.eval()
-    limit = max_positions(run.path)
-    lengths = [n for n in LENGTHS if limit is None or n + MARGIN <= limit]
-    run.log("timing of decoding")
-    text = run.evaluator.batch.stream
-    stream = text.repeat(-(-LENGTHS[-1] // len(text))).to(model.device)
-    contexts: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
-        "softmax": lambda: original_attention(model),
-        "result": nullcontext,
-    }
-    costs = measure_together(model, contexts, stream, lengths)
-    specs = {
-        "softmax": AttentionSpec(EXACT),
-        "result": AttentionSpec.from_dict(getattr(model.config, NAME)),
-    }
-    sizes: dict[str, dict[int, int]] = {}
-    try:
-        for name, spec in specs.items():
-            sizes[name] = {
-                n: sum(saved_cache_bytes(run.path, spec, n, run.dtype).values()) for n in lengths
-            }
-    except AttnzooError as error:
-        run.log(f"the bytes of the cache are not computed: {error}")
-    return {
-        name: {
-            "milliseconds": cost.decode_ms,
-            "milliseconds_error": {n: mean_of(ms).error for n, ms in cost.rounds_ms.items()},
-            "busy": cost.busy,
-            "cache_bytes": sizes.get(name, {}),
-        }
-        for name, cost in costs.items()
-    }
