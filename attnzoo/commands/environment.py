@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from attnzoo.commands.terminal import AsJson, console, problems, restore_output
-from attnzoo.errors import AttnzooError, SpecError
+from attnzoo.errors import AttnzooError
 
 # A line of a .pth file that begins with "import" is run whenever Python starts. The finder imports
 # attnzoo when transformers is about to be imported, and finds no module itself. It needs nothing of
@@ -100,10 +100,6 @@ def doctor(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="check GPU kernels again that have a verdict")
     ] = False,
-    build: Annotated[
-        bool,
-        typer.Option("--build", help="compile all C++ kernels ahead, in parallel; checks nothing"),
-    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check versions, kernels, fused attention and transformers; prints a table for an issue.
@@ -112,16 +108,12 @@ def doctor(
 
     The exit code is 1 if a check fails, and 0 if something is merely not available.
     """
-    from attnzoo.evaluation.installation import WRONG, build_kernels, check_installation
+    from attnzoo.evaluation.installation import WRONG, check_installation
     from attnzoo.report.table import Table
 
-    if build and (full or fresh):
-        raise SpecError(
-            "--build checks nothing; run `attnzoo doctor` with --all or --fresh after it"
-        )
     rows = []
-    with problems.status("compiling" if build else "checking") as progress:
-        for row in build_kernels() if build else check_installation(full, fresh):
+    with problems.status("checking") as progress:
+        for row in check_installation(full, fresh):
             rows.append(row)
             progress.update(f"checked {row.check}")
     if as_json:

@@ -23,7 +23,6 @@ def heads(
     data: Annotated[Path | None, typer.Option(help="text file in the model's language")] = None,
     rows: Annotated[int, typer.Option(min=1, help="texts to measure on")] = 8,
     max_length: Annotated[int, typer.Option(help="tokens per text")] = 128,
-    window: Annotated[int, typer.Option(min=1, help="report attention beyond so many tokens")] = 32,
     prune: Annotated[
         float | None, typer.Option(help="fraction of heads to remove, such as 0.4; needs --save")
     ] = None,
@@ -47,6 +46,9 @@ def heads(
     from attnzoo.compare.maps import HEADS, heads_data, heads_table, pruning_table, write_heads
     from attnzoo.evaluation.heads import study_heads
     from attnzoo.evaluation.models import is_embedded, model_path
+    from attnzoo.hf.heads.pruning import prune_heads
+    from attnzoo.hf.pretrained import load_pretrained
+    from attnzoo.hf.saving.files import model_class, read_config, save_copy
     from attnzoo.report.charts import WITHOUT_MATPLOTLIB
     from attnzoo.report.output_path import check_file
 
@@ -59,12 +61,13 @@ def heads(
     fractions = sorted({*FRACTIONS, *([prune] if prune else [])})
     with show_status(problems if as_json else console) as on_step:
         study = _load(path, data, rows, max_length)
-        found = study_heads(study, window=window, fractions=fractions, on_step=on_step)
+        found = study_heads(study, fractions, on_step)
         page = write_heads(output_dir, found)
         if prune is not None and save is not None:
             positions = study.choose(prune, found.measures["gradient"])
             chosen = {n: [found.numbers[n][i] for i in x] for n, x in positions.items()}
-            _save(path, study, positions, chosen, save)
+            whole = load_pretrained(model_class(read_config(path), path), path).eval()
+            save_copy(prune_heads(whole, chosen), path, save)
     if as_json:
         saved = None if save is None else str(save)
         print(json.dumps(heads_data(found) | {"pruned": chosen, "saved": saved}, indent=2))
@@ -113,21 +116,3 @@ def _load(path: Path, text: Path | None, rows: int, length: int) -> Any:
         )
     texts = head_rows_of_text(path, text, layers, rows=rows, length=length)
     return HeadStudyModel(loaded, texts)
-
-
-def _save(
-    path: Path,
-    study: Any,
-    positions: dict[str, list[int]],
-    numbers: dict[str, list[int]],
-    save: Path,
-) -> None:
-    """Write a model without some heads, given by position and by number."""
-    from attnzoo.hf.heads.pruning import prune_heads
-    from attnzoo.hf.pretrained import load_pretrained
-    from attnzoo.hf.saving.files import model_class, read_config, save_copy
-
-    model = load_pretrained(model_class(read_config(path), path), path).eval()
-    study.add_means(model, positions)
-    prune_heads(model, numbers)
-    save_copy(model, path, save)

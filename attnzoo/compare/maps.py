@@ -41,8 +41,6 @@ MEASURE_TEXTS = {
     "gradient": "Change of the result when a head's output is scaled (Michel et al., 2019).",
     "entropy": "Of its attention in bits, mean over queries: 8 are 256 keys of equal weight.",
     "distance": "Between query and key in tokens, weighted by the attention.",
-    "beyond": "Fraction of a head's weight on keys {window} tokens away or more.",
-    "first": "Fraction of a head's weight on the first token.",
 }
 
 
@@ -304,13 +302,11 @@ def heads_table(found: HeadStudy, count: int = 10) -> Table:
             number(importance, 4),
             number(measures["entropy"][name][i], 2),
             number(measures["distance"][name][i], 1),
-            *(f"{measures[measure][name][i]:.0%}" for measure in ("beyond", "first")),
         ]
         for importance, name, i in shown
     ]
     title = "All heads" if len(shown) == len(heads) else f"The {count} least and most important"
     columns = ["layer, head", "gradient", "entropy", "distance"]
-    columns += [f"beyond {found.window}", "first token"]
     return Table(columns=columns, rows=rows, title=f"{title}, by gradient")
 
 
@@ -326,7 +322,7 @@ def _heat_map(found: HeadStudy, measure: str) -> Plot:
         for label, size in (("head", width), ("layer", len(rows)))
     )
     figure = charts.matrix_chart(rows, x=x, y=y, color_label=measure)
-    text = MEASURE_TEXTS[measure].format(window=found.window)
+    text = MEASURE_TEXTS[measure]
     return Plot(name=measure, title=measure.capitalize(), text=text, figure=figure)
 
 

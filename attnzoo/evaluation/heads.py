@@ -3,10 +3,7 @@
 Importance by gradient is that of Michel et al., 2019 (arXiv:1905.10650): a head's output is
 multiplied by a mask m = 1, and its importance is the mean over texts of |dL/dm|. L is the loss of
 text prediction. A model that predicts no next token has no such loss; there it is the length of
-dv/dm, where v is the embedding of a text, divided by its norm.
-
-Where the output projection has a bias, a head is not set to zero but to its mean output over the
-texts: the bias takes it over, at no cost. Other letters: B texts.
+dv/dm, where v is the embedding of a text, divided by its norm. Other letters: B texts.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ from attnzoo.hf.layers import AttentionLayer, attention_layers
 from attnzoo.hf.swap.convert import restore, swap
 
 DIRECTIONS = 8  # random ones, along which the change of embeddings is measured
-MEASURES = ("gradient", "entropy", "distance", "beyond", "first")
+MEASURES = ("gradient", "entropy", "distance")
 OnStep = Callable[[str], None]
 ByLayer = dict[str, list[float]]  # a number per head, by the name of the layer
 
@@ -48,10 +45,7 @@ class HeadStudy:
         layers: Names of the attention modules.
         numbers: Numbers of the heads of each layer, before any pruning.
         measures: By name, a number per head: ``"gradient"``, the importance; ``"entropy"`` of the
-            attention weights in bits; ``"distance"``, the mean distance of query and key in tokens;
-            ``"beyond"``, the fraction of weight on keys that are ``window`` tokens away or more;
-            ``"first"``, the fraction on the first token.
-        window: Distance in tokens.
+            attention weights in bits; ``"distance"``, the mean distance of query and key in tokens.
         quality: Name of the quality: ``"loss"`` or ``"cosine"``.
         curve: The quality by the fraction of pruned heads, the least important first.
     """
@@ -59,7 +53,6 @@ class HeadStudy:
     layers: list[str]
     numbers: dict[str, list[int]]
     measures: dict[str, ByLayer]
-    window: int
     quality: str
     curve: dict[float, float]
 
@@ -76,23 +69,20 @@ class HeadStudyModel:
     """
 
     def __init__(self, model: PreTrainedModel, rows: Rows) -> None:
-        assert not rows.is_packed
         self.model, self.rows = model.eval().requires_grad_(False), rows.tokens.long()
         self.layers = attention_layers(model)
         self.outputs = {x.name: head_projections(model, x).output for x in self.layers}
+        self.heads = {layer.name: layer.geometry.num_heads for layer in self.layers}
         causal = all(layer.geometry.causal for layer in self.layers)
         self.predicts = causal and model.can_generate()
-        self.means = {n: torch.zeros(h, 1) for n, h in self.heads().items()}  # [H, E]
-        with torch.no_grad(), self._recorded_means():
-            vectors = self._embeddings() if not self.predicts else self.losses()
-        self._original = None if self.predicts else vectors
+        self._original = None if self.predicts else self.embeddings()
 
     def losses(self) -> Tensor:
         """Return the cross-entropy of each text in nats, ``[B]``."""
         logits = _wide(self.model(self.rows, use_cache=False).logits[:, :-1])
         return F.cross_entropy(logits.transpose(1, 2), self.rows[:, 1:], reduction="none").mean(1)
 
-    def _embeddings(self) -> Tensor:
+    def embeddings(self) -> Tensor:
         """Return the mean last hidden state of each text, of norm 1, ``[B, M]``."""
         out: Any = self.model(self.rows, output_hidden_states=True)
         return F.normalize(_wide(out.hidden_states[-1]).mean(1), dim=1)
@@ -102,86 +92,58 @@ class HeadStudyModel:
         """Return the mean loss, or the mean cosine similarity to the original embeddings."""
         if self._original is None:
             return float(self.losses().mean())
-        return float((self._embeddings() * self._original).sum(1).mean())
-
-    def heads(self) -> dict[str, int]:
-        """Return the number of heads by layer."""
-        return {layer.name: layer.geometry.num_heads for layer in self.layers}
+        return float((self.embeddings() * self._original).sum(1).mean())
 
     @contextmanager
-    def _hooked(self, hooks: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-        """Context in which functions run before the output projections of layers, by name."""
-        handles = [self.outputs[n].register_forward_pre_hook(x) for n, x in hooks.items()]
+    def masked(self, masks: Mapping[str, Tensor]) -> Iterator[None]:
+        """Context in which the output of each head is multiplied by a number.
+
+        Args:
+            masks: ``[H]``, or ``[B, H]``, by the name of a layer.
+        """
+
+        def hook(mask: Tensor) -> Any:
+            def multiply(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+                heads = args[0].unflatten(-1, (mask.shape[-1], -1))
+                rows = mask.view(-1, 1, mask.shape[-1], 1)
+                return ((heads * rows).flatten(-2), *args[1:])
+
+            return multiply
+
+        handles = [self.outputs[n].register_forward_pre_hook(hook(x)) for n, x in masks.items()]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _recorded_means(self) -> AbstractContextManager[None]:
-        """Context that records the mean output of heads before projections that have a bias."""
-
-        def hook(name: str, count: int) -> Any:
-            def record(_: nn.Module, args: tuple[Any, ...]) -> None:
-                self.means[name] = args[0].flatten(0, -2).mean(0).view(count, -1)
-
-            return record
-
-        biased = {n for n, x in self.outputs.items() if getattr(x, "bias", None) is not None}
-        return self._hooked({n: hook(n, count) for n, count in self.heads().items() if n in biased})
-
-    def masked(self, masks: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """Context in which the output of each head, minus its mean, is multiplied by a number.
-
-        Args:
-            masks: ``[H]``, or ``[B, H]``, by the name of a layer.
-        """
-
-        def hook(mask: Tensor, mean: Tensor) -> Any:
-            def multiply(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-                heads = args[0].unflatten(-1, (mask.shape[-1], -1))
-                rows = mask.view(-1, 1, mask.shape[-1], 1)
-                return ((heads * rows + (1 - rows) * mean).flatten(-2), *args[1:])
-
-            return multiply
-
-        return self._hooked({n: hook(mask, self.means[n]) for n, mask in masks.items()})
-
-    def without(self, pruned: Mapping[str, Sequence[int]]) -> Any:
+    def without(self, pruned: Mapping[str, Sequence[int]]) -> AbstractContextManager[None]:
         """Context manager that multiplies heads, given by position, by 0."""
-        masks = {}
-        for name, count in self.heads().items():
-            masks[name] = torch.ones(count)
-            masks[name][list(pruned.get(name, ()))] = 0
+        masks = {name: torch.ones(count) for name, count in self.heads.items()}
+        for name, positions in pruned.items():
+            masks[name][list(positions)] = 0
         return self.masked(masks)
 
     def gradient_importance(self) -> ByLayer:
         """Return the importance of each head by gradient."""
-        names = [layer.name for layer in self.layers]
-        masks = {
-            n: torch.ones(len(self.rows), h, requires_grad=True) for n, h in self.heads().items()
-        }
-        inputs = [masks[name] for name in names]
+        count = len(self.rows)
+        masks = {n: torch.ones(count, h, requires_grad=True) for n, h in self.heads.items()}
         with self.masked(masks), torch.enable_grad():
             if self.predicts:
-                found = torch.autograd.grad(self.losses().sum(), inputs)
-                return {n: x.abs().mean(0).tolist() for n, x in zip(names, found, strict=True)}
-            vectors = self._embeddings()
-            generator = torch.Generator().manual_seed(0)
-            squares = [torch.zeros_like(x) for x in inputs]
-            for _ in range(DIRECTIONS):
-                direction = torch.randn(vectors.shape, generator=generator).to(vectors)
-                along = (vectors * direction).sum()
-                found = torch.autograd.grad(along, inputs, retain_graph=True)
-                squares = [total + x.square() for total, x in zip(squares, found, strict=True)]
+                values = [self.losses().sum()]
+            else:
+                vectors, draw = self.embeddings(), torch.Generator().manual_seed(0)
+                directions = (torch.randn(vectors.shape, generator=draw) for _ in range(DIRECTIONS))
+                values = [(vectors * x.to(vectors)).sum() for x in directions]
+            found = [torch.autograd.grad(x, [*masks.values()], retain_graph=True) for x in values]
         return {
-            name: (total / DIRECTIONS).sqrt().mean(0).tolist()
-            for name, total in zip(names, squares, strict=True)
+            name: torch.stack(slopes).square().mean(0).sqrt().mean(0).tolist()
+            for name, slopes in zip(masks, zip(*found, strict=True), strict=True)
         }
 
     @torch.no_grad()
-    def attention_statistics(self, window: int) -> dict[str, ByLayer]:
-        """Return entropy, distance, weight beyond a window and on the first token of each head."""
+    def attention_statistics(self) -> dict[str, ByLayer]:
+        """Return the entropy and the mean distance of each head's attention."""
         swapped = read_field(self.model.config, "attnzoo") is not None
         if not swapped:
             swap(self.model, "softmax")
@@ -190,33 +152,15 @@ class HeadStudyModel:
         finally:
             if not swapped:
                 restore(self.model)
-        found: dict[str, ByLayer] = {name: {} for name in MEASURES[1:]}
+        found: dict[str, ByLayer] = {"entropy": {}, "distance": {}}
         for layer, weights in zip(self.layers, attentions, strict=True):
             share = weights.float().clamp_min(0)
             share = share / share.sum(-1, keepdim=True).clamp_min(1e-12)
             places = torch.arange(share.shape[-1])
-            far = (places[:, None] - places).abs()
-            values = {
-                "entropy": entropy(share),
-                "distance": (share * far).sum(-1),
-                "beyond": (share * (far >= window)).sum(-1),
-                "first": share[..., 0],
-            }
-            for name, value in values.items():
-                found[name][layer.name] = value.mean((0, 2)).tolist()
+            distance = (share * (places[:, None] - places).abs()).sum(-1)
+            found["entropy"][layer.name] = entropy(share).mean((0, 2)).tolist()
+            found["distance"][layer.name] = distance.mean((0, 2)).tolist()
         return found
-
-    @torch.no_grad()
-    def add_means(self, model: PreTrainedModel, pruned: Mapping[str, Sequence[int]]) -> None:
-        """Add the mean outputs of heads, given by position, to the biases of another copy."""
-        for layer in attention_layers(model):
-            output: Any = head_projections(model, layer).output
-            positions = list(pruned.get(layer.name, ()))
-            if positions and output.bias is not None:
-                mean = torch.zeros_like(self.means[layer.name])
-                mean[positions] = self.means[layer.name][positions]
-                whole = output(mean.flatten().to(output.bias.dtype))  # with the bias
-                output.bias.copy_(whole)
 
     def choose(self, fraction: float, importance: ByLayer) -> dict[str, list[int]]:
         """Return the positions of the heads to prune, by layer: the least important ones.
@@ -235,7 +179,7 @@ class HeadStudyModel:
             groups = [list(range(i, i + size)) for i in range(0, heads, size)]
             scored = sorted((sum(scores[i] for i in group) / size, group) for group in groups)
             units += [(score, layer.name, group) for score, group in scored[:-1]]
-        wanted = round(fraction * sum(self.heads().values()))
+        wanted = round(fraction * sum(self.heads.values()))
         chosen: dict[str, list[int]] = {}
         for _, name, group in sorted(units):
             if sum(map(len, chosen.values())) + len(group) > wanted:
@@ -256,22 +200,17 @@ def entropy(weights: Tensor) -> Tensor:
 
 
 def study_heads(
-    study: HeadStudyModel,
-    *,
-    window: int,
-    fractions: Sequence[float],
-    on_step: OnStep = lambda text: None,
+    study: HeadStudyModel, fractions: Sequence[float], on_step: OnStep = lambda text: None
 ) -> HeadStudy:
     """Measure every head, and the quality when more and more are pruned.
 
     Args:
         study: The model and its texts.
-        window: Distance in tokens of ``HeadStudy.beyond``.
         fractions: Of heads to prune.
         on_step: Called with the name of each step.
     """
     on_step("attention weights")
-    statistics = study.attention_statistics(window)
+    statistics = study.attention_statistics()
     on_step("gradients")
     gradient = study.gradient_importance()
     curve = {}
@@ -283,7 +222,6 @@ def study_heads(
         layers=[layer.name for layer in study.layers],
         numbers={layer.name: original_heads(layer) for layer in study.layers},
         measures={"gradient": gradient, **statistics},
-        window=window,
         quality="loss" if study.predicts else "cosine",
         curve=curve,
     )

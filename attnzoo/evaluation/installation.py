@@ -6,12 +6,9 @@ that something is installed and wrong; what is not installed is unavailable.
 
 from __future__ import annotations
 
-import os
 import platform
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -40,7 +37,6 @@ from attnzoo.ops import flash_attention
 from attnzoo.ops.flash.varlen import device_reasons as varlen_device_reasons
 from attnzoo.ops.linear.triton.run import device_reasons
 from attnzoo.ops.softmax.api import softmax_attention
-from attnzoo.runtime import cpp
 from attnzoo.runtime.cpp import prebuilt
 from attnzoo.runtime.kernel_groups import KernelGroup, driver_version
 from attnzoo.runtime.verdicts import FAILED, PASSED
@@ -89,27 +85,6 @@ def check_installation(full: bool = False, fresh: bool = False) -> Iterator[Chec
         )
 
 
-def build_kernels() -> list[CheckResult]:
-    """Load all C++ kernels, in parallel; compiles those that wheel and cache lack.
-
-    Returns a result for each source.
-    """
-    sources = dict.fromkeys(x for kernel in check_cpp.KERNELS for x in kernel.sources)
-
-    def build(source: cpp.Source) -> CheckResult:
-        start = time.monotonic()
-        reason = cpp.build_error(source)
-        return CheckResult(
-            check=source.path.name,
-            status=UNAVAILABLE if reason else OK,
-            detail=reason or prebuilt.origin(),
-            seconds=round(time.monotonic() - start, 1),
-        )
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(build, sources))
-
-
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0][:300]
 
@@ -130,28 +105,26 @@ def _checks(full: bool, fresh: bool) -> Iterator[tuple[str, Callable[[], str]]]:
     yield "a swapped model equals the stock model", _swapped_model
     yield "states in caches of transformers", _release
     yield "layers that speed_up replaces", partial(_release, attnzoo.speed_up)
-    yield "a saved swap loads", _saved_swap
 
 
 def _device_checks(
     device: torch.device, full: bool, fresh: bool
 ) -> Iterator[tuple[str, Callable[[], str]]]:
+    def unavailable(*reasons: str) -> str:
+        raise Unavailable("; ".join(reasons))
+
     triton, varlen = device_reasons(device), varlen_device_reasons(device)
     if triton and device.type != "cuda":
-        yield "GPU kernels", partial(_unavailable, "there is no NVIDIA GPU, so nothing to check")
+        yield "GPU kernels", partial(unavailable, "there is no NVIDIA GPU, so nothing to check")
     elif triton:
-        yield "Triton kernels", partial(_unavailable, "; ".join(triton))
+        yield "Triton kernels", partial(unavailable, *triton)
     if varlen and device.type == "cuda":
-        yield "varlen attention", partial(_unavailable, "; ".join(varlen))
+        yield "varlen attention", partial(unavailable, *varlen)
     for group in device_groups(device, full=full):
         yield str(group).removeprefix("the "), partial(_kernels, group, fresh)
     for backend, name in SDPA_KERNELS.items():
         yield f"SDPA, {name}", partial(_sdpa, device, backend)
     yield "xformers attention", partial(_xformers, device)
-
-
-def _unavailable(reason: str) -> str:
-    raise Unavailable(reason)
 
 
 # -- versions --------------------------------------------------------------------------------------
@@ -229,36 +202,27 @@ SDPA_KERNELS = {
 }
 
 
-def _qkv(device: torch.device) -> list[Tensor]:
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(3, 2, 4, 96, 64, generator=generator).to(device, dtype)
-    return [each.detach().clone().requires_grad_() for each in x]
-
-
-def _agrees(
-    device: torch.device, attend: Callable[[Tensor, Tensor, Tensor], Tensor], **mask: Any
-) -> str:
+def _agrees(device: torch.device, attend: Callable[..., Tensor], **mask: Any) -> str:
     """Compare causal attention and its gradients with float64."""
-    mask = {"causal": True, **mask}
 
-    def run(inputs: list[Tensor], attend: Callable[..., Tensor]) -> list[Tensor]:
+    def run(x: Tensor, attend: Callable[..., Tensor]) -> list[Tensor]:
+        inputs = [each.detach().clone().requires_grad_() for each in x]
         out = attend(*inputs)
         return [out, *torch.autograd.grad(out.sum() + out[..., 0].sum(), inputs)]
 
-    inputs = _qkv(device)
-    exact = run(
-        [x.detach().double().requires_grad_() for x in inputs],
-        lambda q, k, v: softmax_attention(q, k, v, mask=AttentionMask(**mask)).out,
-    )
+    def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return softmax_attention(q, k, v, mask=AttentionMask(causal=True, **mask)).out
+
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(3, 2, 4, 96, 64, generator=generator).to(device, dtype)
+    expected, tolerance = run(inputs.double(), exact), 4 * torch.finfo(dtype).eps
     results = run(inputs, attend)
-    tolerance = 4 * torch.finfo(inputs[0].dtype).eps
-    for name, x, y in zip(("out", "dq", "dk", "dv"), results, exact, strict=True):
+    for name, x, y in zip(("out", "dq", "dk", "dv"), results, expected, strict=True):
         error = ((x.double() - y).norm() / y.norm()).item()
         if not error <= tolerance:
             raise Failed(f"{name} differs from float64 by {error:.1e} (allowed {tolerance:.1e})")
-    dtype = str(inputs[0].dtype).removeprefix("torch.")
-    return f"results and gradients of {dtype} agree with float64"
+    return f"results and gradients of {str(dtype).removeprefix('torch.')} agree with float64"
 
 
 def _sdpa(device: torch.device, backend: Any) -> str:
@@ -275,13 +239,14 @@ def _sdpa(device: torch.device, backend: Any) -> str:
 def _xformers(device: torch.device) -> str:
     if find_spec("xformers") is None:
         raise Unavailable("not installed")
-    mask = AttentionMask(causal=True, window=(31, 0))
+    window = (31, 0)
+    mask = AttentionMask(causal=True, window=window)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_attention(q, k, v, mask=mask, impl="xformers").out
+
     try:
-        return _agrees(
-            device,
-            lambda q, k, v: flash_attention(q, k, v, mask=mask, impl="xformers").out,
-            window=(31, 0),
-        )
+        return _agrees(device, attend, window=window)
     except UnsupportedError as error:
         raise Unavailable(_first_line(error)) from None
 
@@ -317,25 +282,16 @@ def _release(speed_up: Callable[[Any], Any] | None = None) -> str:
     return "arguments and masks are known; prompt, decoding, static cache, padding equal one pass"
 
 
-def _llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return LlamaForCausalLM(config).eval()
-
-
 def _swapped_model() -> str:
     """Compare a tiny Llama under the backend ``softmax`` with itself: logits and generation."""
-    model = _llama()
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=64, **sizes, **heads)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config).eval()
     ids = torch.arange(24).view(2, 12) * 7 % 64
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
@@ -353,19 +309,3 @@ def _swapped_model() -> str:
     if not same:
         raise Failed("generated tokens differ")
     return f"logits within {error:.0e}, and equal generated tokens, with left padding"
-
-
-def _saved_swap() -> str:
-    from transformers import AutoModelForCausalLM
-
-    from attnzoo.hf.pretrained import load_pretrained
-
-    model = attnzoo.swap(_llama(), "linear", feature_map="hedgehog")
-    ids = torch.arange(12).view(1, 12)
-    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        model.save_pretrained(folder)
-        loaded = load_pretrained(AutoModelForCausalLM, folder).eval()
-        same = torch.equal(loaded(ids).logits, model(ids).logits)
-    if not same:
-        raise Failed("the loaded model computes other logits")
-    return "equal logits"

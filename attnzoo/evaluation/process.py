@@ -18,16 +18,15 @@ class WorkerTimeout(Exception):
 
 
 class WorkerDied(Exception):
-    """The process ended before it returned a result."""
+    """The process ended before it returned a result.
+
+    Attributes:
+        killed: Whether SIGKILL ended the process, as the kernel does when memory runs out.
+    """
 
     def __init__(self, exit_code: int | None) -> None:
         super().__init__(f"its process ended with {exit_code}")
-        self.exit_code = exit_code
-
-    @property
-    def killed(self) -> bool:
-        """Whether SIGKILL ended the process, as the kernel does when memory runs out."""
-        return self.exit_code in (-9, 137)
+        self.killed = exit_code in (-9, 137)
 
 
 class WorkerProcess:
@@ -67,39 +66,34 @@ class WorkerProcess:
             WorkerDied: The process ended, or ``function`` raised an exception.
         """
         if self._process is None:
-            self._start()
+            self._connection, child = self._context.Pipe()
+            self._process = self._context.Process(
+                target=_serve, args=(child, *self._arguments), daemon=True
+            )
+            self._process.start()
+            child.close()
+            self._receive(START_SECONDS, "its process takes more than {:g} s to start")
+        call = pickle.dumps((function, arguments))  # tensors by value
+        result: R = self._receive(timeout, "it takes more than {:g} s", call)
+        return result
+
+    def _receive(self, seconds: float, too_slow: str, call: bytes | None = None) -> Any:
+        """Send a call if there is one, and return what the process sends within some seconds."""
         try:
-            self._connection.send_bytes(pickle.dumps((function, arguments)))  # tensors by value
-            if not self._connection.poll(timeout):
-                self._end(wait=0)
-                raise WorkerTimeout(f"it takes more than {timeout:g} s")
-            result: R = self._connection.recv()
+            if call is not None:
+                self._connection.send_bytes(call)
+            if self._connection.poll(seconds):
+                return self._connection.recv()
         except (EOFError, ConnectionError):
             raise WorkerDied(self._end()) from None
-        return result
+        self._end(wait=0)
+        raise WorkerTimeout(too_slow.format(seconds))
 
     def close(self) -> None:
         """End the process, if there is one."""
         if self._process is not None:
             self._connection.close()
             self._end(wait=5)
-
-    def _start(self) -> None:
-        self._connection, child = self._context.Pipe()
-        self._process = self._context.Process(
-            target=_serve, args=(child, *self._arguments), daemon=True
-        )
-        self._process.start()
-        child.close()
-        try:
-            ready = self._connection.poll(START_SECONDS)
-            if ready:
-                self._connection.recv()
-        except (EOFError, ConnectionError):
-            raise WorkerDied(self._end()) from None
-        if not ready:
-            self._end(wait=0)
-            raise WorkerTimeout(f"its process takes more than {START_SECONDS:g} s to start")
 
     def _end(self, wait: float = 10) -> int | None:
         """Wait for the process to end, kill it after ``wait`` seconds, and return its exit code."""

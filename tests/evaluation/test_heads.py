@@ -80,7 +80,7 @@ def test_gradient_importance_of_embeddings():
             mask = torch.ones(4, dtype=torch.float64)
             mask[head] += sign * step
             with study.masked({name: mask}), torch.no_grad():
-                vectors.append(study._embeddings())
+                vectors.append(study.embeddings())
         exact.append(float(((vectors[1] - vectors[0]) / (2 * step)).norm(dim=1).mean()))
     assert found[name] == pytest.approx(exact, rel=0.5)
 
@@ -96,41 +96,23 @@ def test_quality_without_heads_is_that_of_the_pruned_model():
 
 
 @torch.no_grad()
-def test_biases_take_over_the_means_of_pruned_heads():
-    study, pruned = (
-        HeadStudyModel(bert(), ROWS),
-        {"encoder.layer.1.attention.self": [0, 2]},
-    )
-    with study.without(pruned):
-        expected, quality = study._embeddings(), study.quality()
-    other = bert()
-    study.add_means(other, pruned)
-    attnzoo.prune_heads(other, pruned)
-    torch.testing.assert_close(HeadStudyModel(other, ROWS)._embeddings(), expected)
-    plain = HeadStudyModel(attnzoo.prune_heads(bert(), pruned), ROWS)._embeddings()
-    assert quality > float((plain * study._original).sum(1).mean())
-
-
-@torch.no_grad()
 def test_attention_statistics():
     model = llama()
     study = HeadStudyModel(model, ROWS)
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.q_proj.weight.zero_()  # every query weighs all earlier keys equally
-    found = study.attention_statistics(window=4)
+    found = study.attention_statistics()
     rows = [torch.ones(t + 1) / (t + 1) for t in range(10)]
     expected = {
         "entropy": sum(float((t.new_tensor(len(t))).log2()) for t in rows) / 10,
         "distance": sum(t / 2 for t in range(10)) / 10,
-        "beyond": sum(max(0, t - 3) / (t + 1) for t in range(10)) / 10,
-        "first": sum(1 / (t + 1) for t in range(10)) / 10,
     }
     for name, value in expected.items():
         assert found[name]["model.layers.0.self_attn"] == pytest.approx([value] * 4, rel=1e-5)
     assert not hasattr(model.config, "attnzoo")
     attnzoo.swap(model, "flash", window=2)
-    assert study.attention_statistics(window=2)["beyond"]["model.layers.0.self_attn"] == [0.0] * 4
+    assert max(study.attention_statistics()["distance"]["model.layers.0.self_attn"]) < 0.5
     assert entropy(torch.tensor([0.5, 0.5, -1.0])) == 1
 
 
@@ -148,10 +130,10 @@ def test_the_least_important_heads_are_chosen():
 
 def test_a_study_has_every_measure():
     study = HeadStudyModel(llama(), ROWS)
-    found = study_heads(study, window=4, fractions=[0.0, 0.5])
+    found = study_heads(study, [0.0, 0.5])
     assert found.quality == "loss"
     assert found.curve[0.0] == study.quality() != found.curve[0.5]
-    assert set(found.measures) == {"gradient", "entropy", "distance", "beyond", "first"}
+    assert set(found.measures) == {"gradient", "entropy", "distance"}
     for values in found.measures.values():
         assert [len(values[name]) for name in found.layers] == [4, 4]
 
@@ -175,7 +157,7 @@ def test_command(tmp_path, monkeypatch, capsys):
     assert code == 0
     assert "by gradient" in out
     assert "without 2 heads" in out
-    assert (tmp_path / "out" / "heads.html").read_text().count("<svg") == 5
+    assert (tmp_path / "out" / "heads.html").read_text().count("<svg") == 3
     saved = LlamaForCausalLM.from_pretrained(tmp_path / "pruned")
     (name, heads), *rest = saved.config.attnzoo_pruned_heads.items()
     assert not rest

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from attnzoo.evaluation import check_cpp, installation
+from attnzoo.evaluation import check_cpp
 from attnzoo.ops.lsh.cpu.lsh import PIVOTS
 from attnzoo.runtime import cpp
 from attnzoo.runtime.cache_folder import CACHE
@@ -57,14 +57,6 @@ def test_a_library_of_the_wheel_needs_no_compiler_and_no_cache(installed, tmp_pa
     assert prebuilt.origin() == "compiled for this CPU"
     with pytest.raises(cpp.BuildError, match=r"cannot be compiled: there is no C.. compiler"):
         load()
-
-
-def test_doctor_says_prebuilt(installed, monkeypatch):
-    kernel = next(x for x in check_cpp.KERNELS if PIVOTS in x.sources)
-    monkeypatch.setattr(check_cpp, "KERNELS", [kernel._replace(sources=(PIVOTS,))])
-    monkeypatch.setattr(cpp, "build_error", lambda source: load() and "")
-    (row,) = installation.build_kernels()
-    assert (row.status, row.detail) == (installation.OK, f"prebuilt for {ONE.title}")
 
 
 def test_native_compiles_in_its_place(installed, monkeypatch):

@@ -10,8 +10,8 @@ with all rights of the process, so it is loaded only if no other user can write 
 and compiled again if it does not match its checksum. Compilation takes seconds, because kernels
 include only headers of the standard library and of this folder.
 
-One line on standard error says what was compiled; ``attnzoo doctor --build`` compiles all of them
-ahead, in parallel. If a kernel cannot be had, the first call warns, once per process.
+One line on standard error says what was compiled; ``attnzoo doctor`` compiles all of them
+ahead. If a kernel cannot be had, the first call warns, once per process.
 
 A library that this environment cannot load is not compiled again for a day: a file beside the
 libraries keeps the reason.
