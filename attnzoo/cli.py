@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import io
 import sys
-import time
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
+from rich.text import Text
 from safetensors import SafetensorError
 
 from attnzoo import __version__
@@ -23,6 +23,7 @@ from attnzoo.commands import (
 )
 from attnzoo.errors import AttnzooError
 
+STRICT = ("strict", "surrogateescape")  # errors of an output that no PYTHONIOENCODING has set
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -42,12 +43,16 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option("--version", callback=_print_version, is_eager=True, help="show the version"),
     ] = False,
 ) -> None:
     """Swap the attention of a transformers model, and measure what it costs."""
+    of_ours = context.invoked_subcommand != "run"  # a program has its own output
+    if of_ours and isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in STRICT:
+        sys.stdout.reconfigure(errors="replace")
 
 
 app.command("run", context_settings={"allow_interspersed_args": False})(environment.run)
@@ -76,39 +81,16 @@ app.command("tasks")(compare.tasks)
 app.command("inspect")(compare.inspect)
 
 
-SECONDS_BEFORE_EXIT = 3.0
-
-
-def _destroy_process_group() -> None:
-    """End the threads of a run's process group: gloo's may abort a process that ends before them.
-
-    Not after an error, when this could wait for an operation that no other process joins.
-    """
-    dist: Any = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def main() -> None:
     """Run the command line; a user error is one message and exit code 2, without a traceback.
 
-    So is a file that cannot be read or written, such as damaged weights or a full disk. Of the
-    processes that torchrun starts on one machine, the first prints the message.
+    So is a file that cannot be read or written, such as damaged weights or a full disk.
     """
-    terminal.replace_unencodable()
     try:
         app(prog_name="attnzoo")
     except (AttnzooError, OSError, SafetensorError) as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            of_weights = isinstance(error, SafetensorError)  # it does not name the file
-            what = "A safetensors file cannot be read or written: " if of_weights else ""
-            terminal.print_error(what + str(error))
-        else:
-            time.sleep(SECONDS_BEFORE_EXIT)  # torchrun ends all processes when one has ended
+        of_weights = isinstance(error, SafetensorError)  # it does not name the file
+        what = "A safetensors file cannot be read or written: " if of_weights else ""
+        message = Text.assemble(("error:", "bold red"), f" {what}{error}")
+        terminal.problems.print(message, highlight=False, soft_wrap=True)
         raise SystemExit(2) from None
-    except SystemExit as end:
-        if not end.code:
-            _destroy_process_group()
-        raise
-    finally:
-        terminal.restore_output()

@@ -19,7 +19,7 @@ import typer
 from torch import Tensor
 from transformers import get_cosine_schedule_with_warmup
 
-from attnzoo.commands.spec_options import spec_of
+from attnzoo.commands.options import spec_of
 from attnzoo.contract.inputs import AttentionInputs
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.evaluation.corpus import add_repeats

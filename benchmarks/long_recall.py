@@ -21,7 +21,7 @@ import torch
 import typer
 from torch import Tensor
 
-from attnzoo.commands.spec_options import spec_of
+from attnzoo.commands.options import spec_of
 from attnzoo.evaluation.data import StringTokenizer, read_text
 from attnzoo.evaluation.generation import Needles, correct_tokens
 from attnzoo.evaluation.models import EMBEDDED_LONG, load_swapped, model_path

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import attnzoo
-from attnzoo.commands.spec_options import spec_of
+from attnzoo.commands.options import spec_of
 from attnzoo.ops.block_sparse import custom_ops
 from attnzoo.spec import AttentionSpec
 

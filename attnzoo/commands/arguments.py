@@ -118,7 +118,7 @@ class SwapArguments:
 
     def spec(self) -> Any:
         """Return the spec that the options name; ``None`` without ``attention``."""
-        from attnzoo.commands.spec_options import spec_of
+        from attnzoo.commands.options import spec_of
 
         if self.attention is not None:
             return spec_of(self.attention, self.layers, self.else_)

@@ -11,8 +11,7 @@ from typing import Annotated
 
 import typer
 
-from attnzoo.commands.model_argument import Model
-from attnzoo.commands.spec_options import Attentions, spec_of, specs_of, split
+from attnzoo.commands.options import Attentions, Model, spec_of, specs_of, split
 from attnzoo.commands.terminal import AsJson, console, problems
 from attnzoo.errors import SpecError
 from attnzoo.report.format import format_length
@@ -48,7 +47,7 @@ MAX_LENGTH = 2**26
 
 
 def compare(
-    model: Model = "embedded",
+    model: Model = Path("embedded"),
     lengths: Lengths = "1k..16k",
     attention: Attentions = None,
     output_dir: OutputDir = Path("attnzoo-compare"),
@@ -79,7 +78,7 @@ def compare(
     from attnzoo.evaluation.results import FILE
 
     config = run.CompareConfig(
-        model=model,
+        model=str(model),
         lengths=parsed,
         specs=specs_of(attention or ["all"], default_specs),
         out=output_dir,
@@ -200,7 +199,7 @@ def tasks(
 
 
 def inspect(
-    model: Model = "embedded",
+    model: Model = Path("embedded"),
     data: Annotated[Path | None, typer.Option(help="text file; its first tokens are used")] = None,
     layer: Annotated[int, typer.Option(help="index of the layer")] = 0,
     head: Annotated[int, typer.Option(help="index of the head")] = 0,
@@ -223,7 +222,7 @@ def inspect(
 
     check_file(output_dir / MAPS, overwrite=overwrite)
     spec = spec_of(attention)
-    found = make_maps(model, spec, text=data, layer=layer, head=head, tokens=max_length)
+    found = make_maps(str(model), spec, text=data, layer=layer, head=head, tokens=max_length)
     if not as_json:
         maps_table(found).print(console)
         console.print(summary(found[0]), soft_wrap=True, highlight=False)

@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from attnzoo.commands.terminal import AsJson, console, problems, restore_output
+from attnzoo.commands.terminal import AsJson, console, problems
 from attnzoo.errors import AttnzooError
 
 # A line of a .pth file that begins with "import" is run whenever Python starts. The finder imports
@@ -57,7 +57,6 @@ def run(
         folder = os.getcwd() if module else str(Path(program).resolve().parent)
         if not sys.flags.safe_path:
             sys.path[0] = folder
-        restore_output()  # what the program prints is as it would be under `python`
         if module:
             runpy.run_module(program, run_name="__main__", alter_sys=True)
         else:

@@ -9,19 +9,28 @@ from typing import Annotated, Any
 
 import typer
 
-from attnzoo.commands.data_options import (
-    Control,
+from attnzoo.commands.options import (
     DataIfGiven,
     DatasetTextField,
     MaxTokens,
-    TargetLength,
+    Model,
+    model_folder,
+    split,
 )
-from attnzoo.commands.model_argument import ModelArgument, model_folder
 from attnzoo.commands.recovery import print_results
-from attnzoo.commands.spec_options import parse_object, split
 from attnzoo.commands.terminal import AsJson, console, problems
-from attnzoo.errors import ConfigError
+from attnzoo.errors import ConfigError, short_repr
 
+Control = Annotated[
+    int | None, typer.Option(help="window of the baseline, in tokens; default: the swap's window")
+]
+TargetLength = Annotated[
+    int | None,
+    typer.Option(
+        help="tokens for which the swap is meant: it is evaluated there too, and compared with the "
+        "window of equal memory; default: --max-length"
+    ),
+]
 Rows = Annotated[int, typer.Option(min=1, help="held-out rows")]
 Tasks = Annotated[
     str | None,
@@ -51,7 +60,7 @@ Original = Annotated[
 
 
 def evaluate(
-    path: ModelArgument,
+    path: Model,
     data: DataIfGiven = None,
     rows: Rows = 32,
     max_tokens: MaxTokens = None,
@@ -108,3 +117,14 @@ def evaluate(
         tasks_table(results).print(console)
     if "lines" in results:
         print_results(results)
+
+
+def parse_object(text: str, option: str) -> dict[str, Any]:
+    """Return the JSON object that an option has as its value."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{option} takes a JSON object, got {short_repr(text)}")
+    return found

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from attnzoo.commands.compare import Threads
-from attnzoo.commands.model_argument import Model
+from attnzoo.commands.options import Model
 from attnzoo.commands.terminal import AsJson, console, problems
 from attnzoo.errors import SpecError
 from attnzoo.hf.configs import read_field
@@ -19,7 +19,7 @@ FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
 
 
 def heads(
-    model: Model = "embedded",
+    path: Model = Path("embedded"),
     data: Annotated[Path | None, typer.Option(help="text file in the model's language")] = None,
     rows: Annotated[int, typer.Option(min=1, help="texts to measure on")] = 8,
     max_length: Annotated[int, typer.Option(help="tokens per text")] = 128,
@@ -45,7 +45,7 @@ def heads(
 
     from attnzoo.compare.maps import HEADS, heads_data, heads_table, pruning_table, write_heads
     from attnzoo.evaluation.heads import study_heads
-    from attnzoo.evaluation.models import is_embedded, model_path
+    from attnzoo.evaluation.models import is_embedded
     from attnzoo.hf.heads.pruning import prune_heads
     from attnzoo.hf.pretrained import load_pretrained
     from attnzoo.hf.saving.files import model_class, read_config, save_copy
@@ -53,11 +53,11 @@ def heads(
     from attnzoo.report.output_path import check_file
 
     _check(prune, save)
-    if data is None and not is_embedded(model):
+    if data is None and not is_embedded(str(path)):
         raise SpecError("A model needs --data: give a text file in the model's language")
     check_file(output_dir / HEADS, overwrite=overwrite)
     torch.set_num_threads(threads or torch.get_num_threads())
-    path, chosen = model_path(model), {}
+    chosen = {}
     fractions = sorted({*FRACTIONS, *([prune] if prune else [])})
     with show_status(problems if as_json else console) as on_step:
         study = _load(path, data, rows, max_length)

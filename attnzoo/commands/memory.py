@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from attnzoo.commands.model_argument import Model
-from attnzoo.commands.spec_options import Attentions, specs_of
+from attnzoo.commands.options import Attentions, Model, specs_of
 from attnzoo.commands.terminal import AsJson, console, problems
 from attnzoo.report.live import show_status
 
@@ -32,7 +31,7 @@ CAPTION = (
 
 
 def memory(
-    model: Model = "embedded",
+    path: Model = Path("embedded"),
     max_length: Annotated[str, typer.Option(help="tokens per row, such as 32k")] = "4k",
     batch_size: Annotated[int, typer.Option(min=1, help="rows")] = 1,
     attention: Attentions = None,
@@ -66,13 +65,12 @@ def memory(
     values or states, and the peaks of a training step, of a prompt and of a decoded token.
     """
     from attnzoo.evaluation.memory import MemoryEstimator
-    from attnzoo.evaluation.models import model_path
     from attnzoo.hf.saving.dtype import dtype_name, saved_dtype
     from attnzoo.report.format import format_length
     from attnzoo.training.budget import parse_size
 
     limit = parse_size(fit, "--fit") if fit else None
-    path, tokens = model_path(model), parse_size(max_length, "--max-length")
+    tokens = parse_size(max_length, "--max-length")
     settings: dict[str, Any] = {
         **{"batch": batch_size, "dtype": dtype or dtype_name(saved_dtype(path))},
         **{"optimizer": optim, "train": train, "bf16": bf16},

@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attnzoo.commands.model_argument import Model, ModelArgument
-from attnzoo.commands.spec_options import (
-    Attention,
-    Attentions,
-    Else,
-    Layers,
-    spec_of,
-    specs_of,
-)
+from attnzoo.commands.options import Attentions, Model, spec_of, specs_of
 from attnzoo.commands.terminal import AsJson, console, problems
 from attnzoo.errors import SpecError
 
@@ -98,7 +90,7 @@ def _print_backend(row: dict[str, Any]) -> None:
 
 
 def describe(
-    path: ModelArgument,
+    path: Model,
     as_json: AsJson = False,
 ) -> None:
     """Show the attention backend of each layer of a saved model; loads no weights."""
@@ -126,11 +118,21 @@ def _print_description(description: Description, as_json: bool) -> None:
 
 
 def swap(
-    path: ModelArgument,
-    attention: Attention,
+    path: Model,
+    attention: Annotated[
+        str,
+        typer.Option(
+            help="backend of all layers without an exception: NAME or NAME:OPTION=VALUE,..."
+        ),
+    ],
     output_dir: Annotated[Path, typer.Option(help="new folder for the swapped model")],
-    layers: Layers = None,
-    else_: Else = None,
+    layers: Annotated[
+        list[str] | None,
+        typer.Option(help="exceptions: LAYERS=NAME, such as 0-1,11=flash (repeatable)"),
+    ] = None,
+    else_: Annotated[
+        str | None, typer.Option("--else", help="backend of layers that --attention refuses")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a copy of a model with another attention, which from_pretrained loads."""
@@ -148,7 +150,7 @@ def swap(
 
 
 def convert(
-    path: ModelArgument,
+    path: Model,
     to: Annotated[
         str, typer.Option(metavar="CLASS", help="family of the class: the model's own, qwen2, ...")
     ],
@@ -201,7 +203,7 @@ def _read_plan(plan: Path | None, recurrent: str | None) -> tuple[Any, str | Non
 
 
 def demo(
-    model: Model = "embedded",
+    model: Model = Path("embedded"),
     data: Annotated[Path | None, typer.Option(help="text file to evaluate on")] = None,
     attention: Attentions = None,
     output_dir: Annotated[Path, typer.Option(help="folder for results and report")] = Path(
@@ -213,7 +215,6 @@ def demo(
     """Compare quality, recall, decoding speed and cache size of every attention in one model."""
     from attnzoo.demo.report import summary, terminal_table, write_report
     from attnzoo.demo.run import RESULTS, default_specs, run_demo
-    from attnzoo.evaluation.models import model_path
     from attnzoo.report.charts import WITHOUT_MATPLOTLIB
     from attnzoo.report.output_path import check_folder
 
@@ -221,7 +222,7 @@ def demo(
     specs = specs_of(attention or ["all"], default_specs)
     log = problems if as_json else console
     results = run_demo(
-        model=model_path(model), text=data, out=output_dir, specs=specs, quick=quick, console=log
+        model=model, text=data, out=output_dir, specs=specs, quick=quick, console=log
     )
     if as_json:
         write_report(output_dir, results)

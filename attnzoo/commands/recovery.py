@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from attnzoo.commands.data_options import Data, DatasetTextField, MaxTokens
-from attnzoo.commands.model_argument import ModelArgument, argument_of, model_folder
-from attnzoo.commands.spec_options import spec_of
+from attnzoo.commands.options import (
+    Data,
+    DatasetTextField,
+    MaxTokens,
+    Model,
+    argument_of,
+    model_folder,
+    spec_of,
+)
 from attnzoo.commands.terminal import console, problems
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.report.live import show_status
@@ -60,7 +65,7 @@ INTERRUPTED = 130  # exit code after ^C, as in shells
 
 
 def plan(
-    path: ModelArgument,
+    path: Model,
     data: Data,
     keep_softmax: KeepSoftmax = None,
     cache_bytes: CacheBytes = None,
@@ -310,6 +315,8 @@ def _arguments(command: str, argv: list[str]) -> tuple[Any, ...] | None:
 
 def _run(start: Any, args: Any) -> None:
     """Run a training command and print its results."""
+    from accelerate import PartialState
+
     main = int(os.environ.get("RANK", "0")) == 0
 
     def log(text: str) -> None:
@@ -320,8 +327,14 @@ def _run(start: Any, args: Any) -> None:
         results = start(log=log)
     except KeyboardInterrupt:
         if main:
-            problems.print(how_to_resume(Path(args.output_dir)), soft_wrap=True, highlight=False)
+            problems.print(
+                "Interrupted. If there is a checkpoint, the same command with "
+                "--resume-from-checkpoint True goes on from it.",
+                soft_wrap=True,
+            )
         raise SystemExit(INTERRUPTED) from None
+    # gloo's threads may abort a process that ends before them
+    PartialState().destroy_process_group()
     if main:
         print_results(results)
         load = "load it with from_pretrained"
@@ -340,15 +353,3 @@ def print_results(results: dict[str, Any]) -> None:
 
     results_table(results).print(console)
     console.print(results["verdict"], style="bold", soft_wrap=True)
-
-
-def how_to_resume(out: Path) -> str:
-    """Return what to do after an interruption: the command that resumes the run."""
-    given = sys.argv[1:]
-    if not any(out.glob("checkpoints/*/checkpoint-*")):
-        return "Interrupted before the first checkpoint; there is nothing to resume."
-    resume = ["--resume-from-checkpoint", "True"]
-    if "--resume-from-checkpoint" in given or "--resume_from_checkpoint" in given:
-        resume = []
-    launcher = " with the same launcher" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
-    return f"Interrupted. Resume{launcher} with:\n{shlex.join(['attnzoo', *given, *resume])}"

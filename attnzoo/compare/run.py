@@ -40,7 +40,13 @@ from attnzoo.compare.workers import (
 from attnzoo.errors import SpecError, did_you_mean
 from attnzoo.evaluation.embeddings import EmbeddingEvalBatch, make_embedding_batch
 from attnzoo.evaluation.generation import RecallEvalBatch, make_recall_batch
-from attnzoo.evaluation.models import is_embedded, max_positions, model_path, spec_label
+from attnzoo.evaluation.models import (
+    embedded_name,
+    is_embedded,
+    max_positions,
+    model_path,
+    spec_label,
+)
 from attnzoo.evaluation.results import FORMAT, Row, append, commit, open_results
 from attnzoo.evaluation.timing import contradicted, machine
 from attnzoo.hf.configs import has_field, read_field
@@ -127,7 +133,7 @@ def read_model_info(model: str) -> ModelInfo:
     identity = (path / "config.json").read_bytes() + repr(sizes).encode() + hash_weights(path)
     return ModelInfo(
         path=str(path),
-        name=f"the model {model!r}" if is_embedded(model) else path.resolve().name,
+        name=f"the model {name!r}" if (name := embedded_name(path)) else path.resolve().name,
         sha=hashlib.sha256(identity).hexdigest()[:12],
         geometry=layers[0].geometry,
         causal=causal,

@@ -10,7 +10,7 @@ import pytest
 from transformers import TrainingArguments
 
 from attnzoo.commands import arguments
-from attnzoo.commands.spec_options import spec_of
+from attnzoo.commands.options import spec_of
 from attnzoo.errors import ConfigError
 from attnzoo.training.arguments import RecoveryArguments
 from tests.processes import run

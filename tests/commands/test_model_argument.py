@@ -4,20 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from attnzoo.commands.model_argument import argument_of, model_folder, model_name
+from attnzoo.commands.options import argument_of, model_folder
 from attnzoo.errors import SpecError
 from attnzoo.evaluation import models
-from attnzoo.evaluation.models import embedded_model_path, is_embedded, model_path
+from attnzoo.evaluation.models import embedded_model_path, is_embedded
 
 
 def test_the_embedded_model_has_a_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert model_folder("embedded") == embedded_model_path()
     assert model_folder("embedded-long") == embedded_model_path("embedded-long")
-    assert model_name("embedded") == "embedded"
-    assert model_path("embedded") == embedded_model_path()
     assert is_embedded(str(embedded_model_path()))
-    assert model_name("embedded-other") == "embedded-other"  # a folder, which is not there
+    assert model_folder("embedded-other") == Path("embedded-other")  # which is not there
     assert not is_embedded("embedded-other")
     for name in ("embedded", "embedded-long", "folder"):
         assert argument_of(model_folder(name)) == name
@@ -39,9 +37,8 @@ def test_a_folder_of_that_name_comes_first(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "embedded"
     folder.mkdir()
-    assert model_folder(name) == model_path(model_name(name)) == folder
+    assert model_folder(name) == folder
     assert not is_embedded(str(model_folder(name)))
-    assert not is_embedded(model_name(name))
 
 
 @pytest.mark.parametrize("name", ["./nope", "../nope", "./a.b", "nope"])

@@ -1,18 +1,15 @@
 """The syntax of --attention and --layers, and the argument that names a model."""
 
-import sys
 from pathlib import Path
 
 import pytest
 import typer
 
 from attnzoo import AttentionSpec
-from attnzoo.commands.model_argument import model_folder
 from attnzoo.commands.option_docs import choices, option_docs, option_types, summary
-from attnzoo.commands.spec_options import spec_of, specs_of
+from attnzoo.commands.options import model_folder, spec_of, specs_of
 from attnzoo.errors import SpecError
 from attnzoo.registry import available_backends, get_backend
-from tests.processes import run
 
 
 def test_layers_take_options():
@@ -66,27 +63,17 @@ def test_a_folder_is_itself(tmp_path):
     assert model_folder("no such folder") == Path("no such folder")
 
 
-HUB = """
-import sys
-from attnzoo.commands.model_argument import model_folder
-print(model_folder(sys.argv[1]))
-"""
-
-
-def test_an_id_of_the_hub_is_a_folder(tmp_path):
+def test_an_id_of_the_hub_is_a_folder(tmp_path, monkeypatch):
     """In the Hub's cache, without a network."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     snapshot = tmp_path / "models--org--model" / "snapshots" / "a"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
     refs = tmp_path / "models--org--model" / "refs"
     refs.mkdir()
     (refs / "main").write_text("a")
-    done = run(
-        [sys.executable, "-c", HUB, "org/model"],
-        env={"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1", "PATH": ""},
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.stdout.strip() == str(snapshot), done.stderr
+    assert model_folder("org/model") == snapshot
 
 
 def test_an_unknown_id_is_refused():

@@ -5,13 +5,12 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from attnzoo.cli import main
 from attnzoo.commands import terminal
 from attnzoo.compare import maps
 from attnzoo.training import data as data_module
-from attnzoo.training import plan, recover
+from attnzoo.training import plan
 from attnzoo.training.trainer import StageTrainer
 
 
@@ -30,10 +29,7 @@ def attnzoo(monkeypatch, capsys):
     return run
 
 
-def test_an_interrupted_run_names_the_command_that_resumes_it(
-    attnzoo, saved, text, tmp_path, monkeypatch
-):
-    """Until there is a checkpoint, there is nothing to resume."""
+def test_an_interrupted_run_says_how_to_resume(attnzoo, saved, text, tmp_path, monkeypatch):
     command = ["recover", saved, "--data", text, "--attention", "linear:feature_map=hedgehog"]
     command += ["--max-length", 32, "--per-device-train-batch-size", 4, "--transfer-steps", 4]
     command += ["--max-steps", 0, "--train", "extras", "--save-steps", 1, "--disable-tqdm", "1"]
@@ -42,10 +38,6 @@ def test_an_interrupted_run_names_the_command_that_resumes_it(
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(recover, "is_encoder", interrupted)
-        code, _, err = attnzoo(*command)
-        assert (code, "there is nothing to resume" in err) == (130, True)
     calls, step = iter(range(100)), StageTrainer.training_step
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -54,9 +46,8 @@ def test_an_interrupted_run_names_the_command_that_resumes_it(
             lambda *given: interrupted() if next(calls) == 2 else step(*given),
         )
         code, _, err = attnzoo(*command)
-    expected = f"attnzoo {' '.join(map(str, command[:-1]))} '{tmp_path}/a run'"
     assert code == 130
-    assert err.splitlines()[-1] == f"{expected} --resume-from-checkpoint True"
+    assert "--resume-from-checkpoint True" in err
     code, out, _ = attnzoo(*command, "--resume-from-checkpoint", "True")
     assert code == 0
     assert "raw swap" in out
@@ -129,26 +120,6 @@ def test_brackets_are_printed_as_they_are(attnzoo, saved, text, tmp_path):
     code, _, err = attnzoo("describe", "[red][/x]")
     assert code == 2
     assert "'[red][/x]'" in err
-
-
-def test_processes_of_one_machine_print_one_error(attnzoo, monkeypatch):
-    monkeypatch.setattr("attnzoo.cli.SECONDS_BEFORE_EXIT", 0.0)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert attnzoo("describe", "nowhere") == (2, "", "")
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    assert "no config.json" in attnzoo("describe", "nowhere")[2]
-
-
-@pytest.mark.parametrize(("command", "is_kept"), [("list", False), ("describe", True)])
-def test_a_command_that_ends_well_destroys_the_process_group(attnzoo, command, is_kept):
-    """After an error other processes may be within an operation, for which it would wait."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        assert attnzoo(command, *(["nowhere"] if is_kept else []))[0] == (2 if is_kept else 0)
-        assert dist.is_initialized() == is_kept
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def test_a_missing_tokenizer_is_an_error(attnzoo, text, tmp_path, saved):
