@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, Llama
 from attnzoo import AttentionSpec
 from attnzoo.cli import app, main
 from attnzoo.commands import models, terminal
-from attnzoo.commands.option_docs import choices
+from attnzoo.commands.option_docs import backend_docs
 from attnzoo.errors import ConfigError
-from attnzoo.registry import available_backends, get_backend
+from attnzoo.registry import available_backends
 from tests.processes import run as run_process
 
 
@@ -58,7 +58,7 @@ def test_list(monkeypatch, capsys):
 
 
 def test_only_values_that_a_backend_accepts_are_listed():
-    listed = choices(get_backend("delta").config_class)
+    listed = backend_docs("delta")["choices"]
     for option, values in listed.items():
         for value in values:
             AttentionSpec("delta", **{option: value})
@@ -66,7 +66,7 @@ def test_only_values_that_a_backend_accepts_are_listed():
         assert value not in listed[option]
         with pytest.raises(ConfigError):
             AttentionSpec("delta", **{option: value})
-    listed = choices(get_backend("gated_linear").config_class)
+    listed = backend_docs("gated_linear")["choices"]
     assert {"mlstm", "gla"} <= listed["gate"].keys()
     assert "cosine" in listed["feature_map"]  # with normalize=False
 
@@ -221,7 +221,7 @@ def test_names_are_whole_in_80_columns(monkeypatch, capsys):
         assert max(map(len, out.splitlines())) <= 80
         names = {
             ("list",): {"block_sparse", "gated_linear", "feature_map=elu+1,"},
-            ("list", "delta"): set(get_backend("delta").config_class.default_options()),
+            ("list", "delta"): set(backend_docs("delta")["options"]),
             ("describe", "embedded"): {"model.layers.3.self_attn", "backend"},
         }[arguments]
         assert names <= set(out.split())

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from attnzoo.commands.option_docs import choices, option_docs, option_types, summary
-from attnzoo.registry import available_backends, get_backend
+from attnzoo.commands.option_docs import backend_docs
+from attnzoo.registry import available_backends
 from attnzoo.report.table import Table
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
@@ -26,16 +26,17 @@ def page() -> str:
     parts = [HEAD]
     registered: dict[str, dict[str, str]] = {}
     for name in available_backends():
-        backend = get_backend(name)
-        config = backend.config_class
-        accepted, texts = option_types(config), option_docs(config)
+        docs = backend_docs(name)
         rows = [
-            [f"`{option}`", f"`{default}`", accepted[option].replace("|", "or"), texts[option]]
-            for option, default in config.default_options().items()
+            [
+                *(f"`{option}`", f"`{default}`"),
+                *(docs["accepted"][option].replace("|", "or"), docs["descriptions"][option]),
+            ]
+            for option, default in docs["options"].items()
         ]
-        parts.append(f"## {name}\n\n{summary(backend)} {summary(config)}\n")
+        parts.append(f"## {name}\n\n{docs['summary']} {docs['config']}\n")
         parts.append(Table(columns=COLUMNS, rows=rows, numeric=False).markdown())
-        registered |= choices(config)
+        registered |= docs["choices"]
     for option, values in registered.items():
         rows = [[f"`{value}`", text] for value, text in values.items()]
         parts.append(f"## Values of {option}\n")

@@ -16,8 +16,6 @@ from attnzoo.errors import SpecError
 if TYPE_CHECKING:
     from attnzoo.hf.describe import Description
 
-FLAGS = ("exact", "causal", "bidirectional", "cross_attention", "recurrent")
-
 
 def list_backends(
     name: Annotated[
@@ -26,67 +24,41 @@ def list_backends(
     as_json: AsJson = False,
 ) -> None:
     """List the attention backends, or explain the options of one of them with its papers."""
+    from attnzoo.commands.option_docs import FLAGS, backend_docs
     from attnzoo.registry import available_backends
+    from attnzoo.report.table import Table
 
-    rows = [_backend_row(found) for found in ([name] if name else available_backends())]
+    def show(columns: list[str], cells: list[list[str]]) -> None:
+        Table(columns=columns, rows=cells, numeric=False).print(console)
+
+    rows = [backend_docs(found) for found in ([name] if name else available_backends())]
+    for row in rows:
+        row["capabilities"] = ", ".join(x.replace("_", "-") for x in FLAGS if row[x])
     if as_json:
         print(json.dumps(rows, indent=2))
     elif name:
-        _print_backend(rows[0])
+        row = rows[0]
+        for text in (f"{row['name']}: {row['summary']}", row["config"], row["capabilities"]):
+            console.print(text, highlight=False)
+        show(
+            ["option", "default", "accepts", "description"],
+            [
+                [option, str(default), row["accepted"][option], row["descriptions"][option]]
+                for option, default in row["options"].items()
+            ],
+        )
+        for option, values in row["choices"].items():
+            show([option, "description"], [[value, text] for value, text in values.items()])
     else:
-        _print_backends(rows)
-
-
-def _backend_row(name: str) -> dict[str, Any]:
-    """Return what is known of a backend, as plain data."""
-    from attnzoo.commands.option_docs import choices, option_docs, option_types, summary
-    from attnzoo.registry import get_backend
-
-    backend = get_backend(name)
-    config = backend.config_class
-    return {
-        "name": name,
-        "summary": summary(backend),
-        "config": summary(config),
-        "options": config.default_options(),
-        "accepted": option_types(config),
-        "descriptions": option_docs(config),
-        "choices": choices(config),
-        "impls": [n for n in config.impl_names() if n != "auto"],
-        **{flag: getattr(backend.capabilities, flag) for flag in FLAGS},  # by default options
-    }
-
-
-def _capabilities(row: dict[str, Any]) -> str:
-    return ", ".join(flag.replace("_", "-") for flag in FLAGS if row[flag])
-
-
-def _print_backends(rows: list[dict[str, Any]]) -> None:
-    from attnzoo.report.table import Table
-
-    cells = []
-    for row in rows:
-        options = ", ".join(f"{name}={value}" for name, value in row["options"].items())
-        cells.append([row["name"], row["summary"], _capabilities(row), options])
-    columns = ["backend", "description", "capabilities", "options (defaults)"]
-    Table(columns=columns, rows=cells, numeric=False).print(console)
-    console.print("attnzoo list NAME explains the options of a backend.", markup=False)
-
-
-def _print_backend(row: dict[str, Any]) -> None:
-    from attnzoo.report.table import Table
-
-    for text in (f"{row['name']}: {row['summary']}", row["config"], _capabilities(row)):
-        console.print(text, markup=False, highlight=False)
-    cells = [
-        [option, str(default), row["accepted"][option], row["descriptions"][option]]
-        for option, default in row["options"].items()
-    ]
-    columns = ["option", "default", "accepts", "description"]
-    Table(columns=columns, rows=cells, numeric=False).print(console)
-    for option, values in row["choices"].items():
-        rows = [[value, text] for value, text in values.items()]
-        Table(columns=[option, "description"], rows=rows, numeric=False).print(console)
+        cells = [
+            [
+                *(row["name"], row["summary"], row["capabilities"]),
+                ", ".join(f"{option}={value}" for option, value in row["options"].items()),
+            ]
+            for row in rows
+        ]
+        show(["backend", "description", "capabilities", "options (defaults)"], cells)
+        console.print("attnzoo list NAME explains the options of a backend.")
 
 
 def describe(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from functools import partial
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -291,13 +292,14 @@ def finetune(context: typer.Context) -> None:
 
 def _arguments(command: str, argv: list[str]) -> tuple[Any, ...] | None:
     """Return the model's folder and the arguments of a command line; ``None`` after a help text."""
-    from attnzoo.commands.arguments import argument_classes, help_all, help_file, parse
-
     if not argv or {"-h", "--help"} & {*argv}:
-        print(help_file(command), end="")
+        print((files("attnzoo.commands") / "help" / f"{command}.txt").read_text("utf-8"), end="")
         return None
+    from attnzoo.commands.arguments import Parser
+    from attnzoo.training.encoder import is_encoder
+
     if "--help-all" in argv:
-        print(help_all(command), end="")
+        print(Parser(command).format_help(), end="")
         return None
     if argv[0].startswith("-"):
         raise ConfigError(
@@ -305,12 +307,8 @@ def _arguments(command: str, argv: list[str]) -> tuple[Any, ...] | None:
             "--help"
         )
     path = model_folder(argv[0])
-    encoder = False
-    if command == "finetune":
-        from attnzoo.training.encoder import is_encoder
-
-        encoder = is_encoder(path)
-    return path, *parse(command, argv[1:], argument_classes(command, encoder=encoder))
+    encoder = command == "finetune" and is_encoder(path)
+    return path, *Parser(command, encoder=encoder).parse(argv[1:])
 
 
 def _run(start: Any, args: Any) -> None:

@@ -19,7 +19,7 @@ from attnzoo.errors import AttnzooError
 from attnzoo.evaluation import generation
 from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.report import page
-from attnzoo.training import recovery, results
+from attnzoo.training import recovery
 from attnzoo.training.candidates import CANDIDATE_BACKENDS, options_text, preset_candidates
 
 ROOT = Path(__file__).parents[2]
@@ -110,7 +110,6 @@ def run(monkeypatch, capfd):
     for owner, name, value in (
         (Workers, "run", in_this_process),
         (page, "to_svg", lambda plot: "<svg></svg>"),
-        (results, "LENGTHS", (16,)),
         (generation, "NEW_TOKENS", 4),
         (recovery, "JUDGED", 2),
         (compare_run, "free_memory", lambda: 0),
