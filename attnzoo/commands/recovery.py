@@ -20,7 +20,7 @@ from attnzoo.commands.options import (
     model_folder,
     spec_of,
 )
-from attnzoo.commands.terminal import console, problems
+from attnzoo.commands.terminal import console
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.report.live import show_status
 
@@ -62,7 +62,6 @@ EqualWindow = Annotated[
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="measure and print, but write nothing")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace an existing --output-file")]
-INTERRUPTED = 130  # exit code after ^C, as in shells
 
 
 def plan(
@@ -312,33 +311,17 @@ def _arguments(command: str, argv: list[str]) -> tuple[Any, ...] | None:
 
 
 def _run(start: Any, args: Any) -> None:
-    """Run a training command and print its results."""
+    """Run a training command and print its results, in the first process."""
     from accelerate import PartialState
 
-    main = int(os.environ.get("RANK", "0")) == 0
-
-    def log(text: str) -> None:
-        if main:
-            console.print(text, soft_wrap=True, highlight=False)
-
-    try:
-        results = start(log=log)
-    except KeyboardInterrupt:
-        if main:
-            problems.print(
-                "Interrupted. If there is a checkpoint, the same command with "
-                "--resume-from-checkpoint True goes on from it.",
-                soft_wrap=True,
-            )
-        raise SystemExit(INTERRUPTED) from None
-    # gloo's threads may abort a process that ends before them
-    PartialState().destroy_process_group()
-    if main:
+    is_first = os.environ.get("RANK", "0") == "0"
+    log = partial(console.print, soft_wrap=True, highlight=False)
+    results = start(log=log if is_first else lambda text: None)
+    PartialState().destroy_process_group()  # gloo's threads may abort a process that ends before
+    if is_first:
         print_results(results)
-        load = "load it with from_pretrained"
-        if "student" not in results:
-            load += " after `import attnzoo`"
-        console.print(f"Model:  {args.output_dir} ({load})", soft_wrap=True)
+        after = "" if "student" in results else " after `import attnzoo`"
+        log(f"Model:  {args.output_dir} (load it with from_pretrained{after})")
 
 
 def print_results(results: dict[str, Any]) -> None:
