@@ -77,11 +77,8 @@ CASES = {
         options={"train": "full", "learning_rate": 5e-4, "repeat_share": 0.5},
         bf16=True,
     ),
-    # only the added parameters are trained, to isolate the effect of window dropout at equal steps
+    # only the added parameters are trained
     "gated hybrid, short": Case(transfer=20, distil=30, swap=HEDGEHOG, options={"train": "extras"}),
-    "gated hybrid, short, window dropout": Case(
-        transfer=20, distil=30, swap=HEDGEHOG, options={"train": "extras", "window_dropout": 0.9}
-    ),
 }
 
 

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 import yaml  # type: ignore[import-untyped]
-from transformers import HfArgumentParser, TrainingArguments
+from transformers import HfArgumentParser
 
 from attnzoo.commands.options import spec_of
 from attnzoo.errors import AttnzooError, ConfigError, did_you_mean
@@ -63,8 +63,7 @@ class SwapArguments:
         default=None,
         metadata={
             "action": "extend",
-            "help": "text, .jsonl or .parquet files, folders, or data sets of the Hub "
-            "(owner/name); a.jsonl:0.7 weights it",
+            "help": "text, .jsonl or .parquet files, folders, or data sets of the Hub (owner/name)",
         },
     )
     attention: str | None = field(
@@ -119,13 +118,12 @@ class FinetuneSwapArguments(SwapArguments):
 class Parser(HfArgumentParser):
     """Parser of a command line and of the file of ``--config``."""
 
-    def __init__(self, command: str, *, encoder: bool = False) -> None:
+    def __init__(self, command: str) -> None:
         """Read the fields of the dataclasses whose fields are the options of a command."""
         trl: Any = OptionalPackage("trl", extra="train")
         classes: Any = [RecoverySwapArguments, RecoveryArguments]
         if command == "finetune":
-            config = TrainingArguments if encoder else trl.SFTConfig
-            classes = [FinetuneSwapArguments, config, trl.ModelConfig]
+            classes = [FinetuneSwapArguments, trl.SFTConfig, trl.ModelConfig]
         super().__init__(
             classes,
             prog=f"attnzoo {command}",

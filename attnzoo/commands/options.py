@@ -120,8 +120,7 @@ Attentions = Annotated[
 ]
 _DATA = typer.Option(
     help="text, .jsonl or .parquet file, folder of them or of a saved data set, or the id of a "
-    "data set of the Hub, owner/name or owner/name:config (repeatable); with weights, such as "
-    "a.jsonl:0.7, a mixture"
+    "data set of the Hub, owner/name or owner/name:config (repeatable)"
 )
 Data = Annotated[list[Path], _DATA]
 DataIfGiven = Annotated[list[Path] | None, _DATA]

@@ -295,7 +295,6 @@ def _arguments(command: str, argv: list[str]) -> tuple[Any, ...] | None:
         print((files("attnzoo.commands") / "help" / f"{command}.txt").read_text("utf-8"), end="")
         return None
     from attnzoo.commands.arguments import Parser
-    from attnzoo.training.encoder import is_encoder
 
     if "--help-all" in argv:
         print(Parser(command).format_help(), end="")
@@ -306,8 +305,7 @@ def _arguments(command: str, argv: list[str]) -> tuple[Any, ...] | None:
             "--help"
         )
     path = model_folder(argv[0])
-    encoder = command == "finetune" and is_encoder(path)
-    return path, *Parser(command, encoder=encoder).parse(argv[1:])
+    return path, *Parser(command).parse(argv[1:])
 
 
 def _run(start: Any, args: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from transformers import TrainingArguments
@@ -21,12 +21,22 @@ from attnzoo.errors import ConfigError, did_you_mean
 TRAINING = frozenset(
     {
         *("optim", "optim_args", "weight_decay", "adam_beta1", "adam_epsilon", "max_grad_norm"),
-        *("gradient_accumulation_steps", "label_smoothing_factor", "bf16", "fp16", "data_seed"),
+        *("gradient_accumulation_steps", "bf16", "fp16", "data_seed"),
         "lr_scheduler_kwargs",
     }
 )
 SAME_RESULT = frozenset({"output_dir", "save_steps", "save_total_limit", "logging_steps"})
-TEACHER_DTYPES = ("float32", "bfloat16", "float16", "nf4")
+# the least values of fields; those from 0 to 1; and rates, which are above 0
+LEAST = {
+    **dict.fromkeys(("transfer_steps", "max_steps", "hidden_states"), 0),
+    **dict.fromkeys(("lora_r", "lora_alpha", "repeats_per_row", "cp_size"), 1),
+    **dict.fromkeys(("max_length", "target_length"), 8),
+}
+SHARES = ("repeat_share", "cross_entropy")
+RATES = (
+    *("learning_rate", "extras_learning_rate", "attention_learning_rate"),
+    "transfer_learning_rate",
+)
 
 
 def _option(default: Any, text: str, *, choices: tuple[str, ...] | None = None) -> Any:
@@ -67,8 +77,7 @@ class RecoveryArguments(TrainingArguments):
     dataset_text_field: str = _option("text", "field of the data with the text")
     max_tokens: str | None = _option(None, "tokens of data that are read, such as 300M")
     max_length: int = _option(512, "tokens per row")
-    completion_only_loss: bool = _option(False, "loss of completions and assistants only")
-    repeat_share: float | None = _option(None, "fraction of rows that train recall; default: 0.25")
+    repeat_share: float = _option(0.25, "fraction of rows that train recall")
     repeats_per_row: int = _option(1, "repeated segments in such a row")
     target_length: int | None = _option(None, "tokens that the swap is meant for and judged at")
     # --- attention transfer
@@ -80,7 +89,6 @@ class RecoveryArguments(TrainingArguments):
         "output", "what layers match of softmax", choices=("output", "attention")
     )
     transfer_from: str | None = _option(None, "run whose transferred layers are reused")
-    layers_at_once: int | None = _option(None, "layers per block of transfer; default: all")
     # --- distillation
     max_steps: int = _option(100, "steps of distillation")
     learning_rate: float | None = _option(  # type: ignore[assignment]
@@ -90,17 +98,9 @@ class RecoveryArguments(TrainingArguments):
     attention_learning_rate: float | None = _option(
         None, "rate of weights in attention; default: the same"
     )
-    top_k: int | None = _option(None, "tokens of the teacher in the KL; default: all")
     cross_entropy: float = _option(0.0, "weight of cross-entropy in the loss, 0 to 1")
     hidden_states: float = _option(0.0, "weight of hidden states in the loss")
-    teacher_dtype: str | None = _option(
-        None,
-        "of the copy that --train full has; default: float32",
-        choices=TEACHER_DTYPES,
-    )
     disable_dropout: bool = _option(True, "disable the model's dropout, which its config keeps")
-    always_train: bool = _option(False, "train also if the swap starts where softmax is")
-    window_dropout: float = _option(0.0, "initial fraction of heads without their window")
     cp_size: int = _option(1, "processes that split a row (context parallelism)")
     # --- defaults of TrainingArguments that recovery changes
     per_device_train_batch_size: int = _option(8, "rows per step and process")
@@ -128,63 +128,32 @@ class RecoveryArguments(TrainingArguments):
         if self.ddp_find_unused_parameters is None:  # each trained parameter gets a gradient
             self.ddp_find_unused_parameters = False
         self._check_numbers()
-        if self.repeat_share is None:
-            self.repeat_share = 0.0 if self.completion_only_loss else 0.25
         self._check_pairs()
         if self.dtype == "bfloat16" or self.load_in_4bit:
             self._check_frozen_weights()
 
     def _check_numbers(self) -> None:
-        least = {
-            **dict.fromkeys(("transfer_steps", "max_steps"), 0),
-            **dict.fromkeys(("lora_r", "repeats_per_row", "cp_size"), 1),
-            **dict.fromkeys(("lora_alpha", "layers_at_once", "top_k"), 1),
-            **dict.fromkeys(("max_length", "target_length"), 8),
-        }
-        for name, value in least.items():
-            if (found := getattr(self, name)) is not None and found < value:
-                raise ConfigError(f"{name} must be at least {value}, got {found}")
-        for name in (
-            *("learning_rate", "extras_learning_rate", "attention_learning_rate"),
-            "transfer_learning_rate",
-        ):
-            rate = getattr(self, name)
-            if rate is not None and not 0 < rate < math.inf:  # NaN too
-                raise ConfigError(f"{name} must be above 0 and finite, got {rate}")
-        for name in ("repeat_share", "window_dropout", "cross_entropy"):
-            found = getattr(self, name)
-            if found is not None and not 0 <= found <= 1:
+        for name, least in LEAST.items():
+            if (found := getattr(self, name)) is not None and not least <= found < math.inf:
+                raise ConfigError(f"{name} must be at least {least} and finite, got {found}")
+        for name in RATES:
+            if (found := getattr(self, name)) is not None and not 0 < found < math.inf:  # NaN too
+                raise ConfigError(f"{name} must be above 0 and finite, got {found}")
+        for name in SHARES:
+            if not 0 <= (found := getattr(self, name)) <= 1:
                 raise ConfigError(f"{name} must be from 0 to 1, got {found}")
-        if not 0 <= self.hidden_states < math.inf:
-            raise ConfigError(
-                f"hidden_states must be at least 0 and finite, got {self.hidden_states}"
-            )
-        for name, choices in (
-            ("train", ("extras", "lora", "full")),
-            ("transfer_target", ("output", "attention")),
-            ("dtype", ("float32", "bfloat16")),
-            ("teacher_dtype", (None, *TEACHER_DTYPES)),
-        ):
-            if (given := getattr(self, name)) not in choices:
-                known = [x for x in choices if x is not None]
+        own = RecoveryArguments.__annotations__
+        for x in fields(self):
+            known, given = x.metadata.get("choices"), getattr(self, x.name)
+            if x.name in own and known is not None and given not in known:
                 raise ConfigError(
-                    f"{name} must be one of {', '.join(known)}, got {given!r}."
+                    f"{x.name} must be one of {', '.join(known)}, got {given!r}."
                     f"{did_you_mean(str(given), known)}"
                 )
         token_count(self.max_tokens)
 
     def _check_pairs(self) -> None:
         """Raise an error for options that do not go together."""
-        if self.completion_only_loss and self.repeat_share:
-            raise ConfigError(
-                f"repeat_share={self.repeat_share} would write copied segments into prompts and "
-                "completions; leave it out with completion_only_loss"
-            )
-        if self.completion_only_loss and self.max_tokens is not None:
-            raise ConfigError(
-                "max_tokens counts tokens of text, but completion_only_loss reads examples; leave "
-                "it out, or give data with fewer examples"
-            )
         if self.repeats_per_row > 1 and not self.repeat_share:
             raise ConfigError(
                 f"repeats_per_row={self.repeats_per_row} applies to the rows that repeat_share "
@@ -195,11 +164,8 @@ class RecoveryArguments(TrainingArguments):
                 "attention_learning_rate is that of the model's own weights in attention layers, "
                 "but train='extras' trains none of them; leave it out, or train 'lora' or 'full'"
             )
-        if self.label_smoothing_factor and not self.cross_entropy:
-            raise ConfigError(
-                "label_smoothing_factor smooths the targets of cross-entropy, but cross_entropy is "
-                "0, and the teacher's predictions are no labels; set both, or neither"
-            )
+        if self.label_smoothing_factor:
+            raise ConfigError("recover has no label smoothing; leave label_smoothing_factor out")
         if self.max_length % self.cp_size:
             raise ConfigError(
                 f"A row of {self.max_length} tokens is not divisible by cp_size={self.cp_size} "
@@ -215,12 +181,6 @@ class RecoveryArguments(TrainingArguments):
             raise ConfigError(
                 "torch_compile compiles layers, but those of cp_size > 1 exchange states between "
                 "processes; leave one of them out"
-            )
-        if self.teacher_dtype is not None and self.train != "full":
-            raise ConfigError(
-                "teacher_dtype is for a teacher that is a copy, but with "
-                f"train={self.train!r} it shares the frozen weights and needs no memory; leave it "
-                "out"
             )
         for name, steps in (("transfer", self.transfer_steps), ("distil", self.max_steps)):
             if self.warmup_steps >= 1 and 0 < steps <= self.warmup_steps:

@@ -1,7 +1,4 @@
-"""Text, prompts with completions and conversations as packed rows of tokens.
-
-``datasets`` reads, tokenizes and caches documents; TRL renders and packs examples.
-"""
+"""Text as packed rows of tokens; ``datasets`` reads, tokenizes and caches it."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from glob import escape
 from itertools import chain
@@ -18,28 +14,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from jinja2 import TemplateError
 
 from attnzoo.errors import AttnzooError, SpecError
 from attnzoo.evaluation.corpus import MIN_REPEAT_LENGTH, add_repeats
 from attnzoo.evaluation.data import load_tokenizer
 from attnzoo.evaluation.models import max_positions
-from attnzoo.evaluation.rows import IGNORE_INDEX, Rows, pack_documents
+from attnzoo.evaluation.rows import Rows, pack_documents
 from attnzoo.hf.configs import read_field
-from attnzoo.hf.pretrained import UNREADABLE
 from attnzoo.hf.saving.files import read_config
 from attnzoo.optional_packages import OptionalPackage
 from attnzoo.training.arguments import token_count
 
 if TYPE_CHECKING:
     import datasets
-    import trl
 else:
     datasets = OptionalPackage("datasets", extra="train")
-    trl = OptionalPackage("trl", extra="train")
 
 HELD_OUT = 20  # one document in 20 is held out
-WEIGHT = re.compile(r"(?P<path>.+):(?P<weight>\d+(\.\d+)?|\.\d+)")  # path:0.7
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")  # owner/name, or owner/name:config
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # others are plain text
 EXAMPLES = "'prompt' and 'completion', strings or lists of messages, or 'messages'"
@@ -56,8 +47,7 @@ class RowOptions:
     dataset_text_field: str = "text"
     max_tokens: int | str | None = None
     max_length: int = 512
-    completion_only_loss: bool = False
-    repeat_share: float | None = 0.0
+    repeat_share: float = 0.0
     repeats_per_row: int = 1
     seed: int = 0
 
@@ -71,67 +61,56 @@ def load_rows(path: Path | str, data: Sequence[Path | str], args: Any) -> tuple[
         args: :class:`RowOptions`, or arguments with these fields.
 
     Raises:
-        DataError: The data cannot be read, have no completions, or are shorter than a row.
+        DataError: The data cannot be read, or are shorter than a row.
     """
     path = Path(path)
     vocab_size = read_field(read_config(path).get_text_config(), "vocab_size")
     if vocab_size is None:
         raise SpecError(f"{str(path)!r} holds no model of text; give a language model")
     tokenizer = load_tokenizer(path)
-    make = pack_examples if args.completion_only_loss else pack
-    documents = load_documents(data, args, tokenizer)
-    halves = split_documents(documents, cut=not args.completion_only_loss)
-    train, held_out = (make(part, tokenizer, args.max_length) for part in halves)
+    halves = split_documents(load_documents(data, args, tokenizer))
+    train, held_out = (pack(part, tokenizer, args.max_length) for part in halves)
     for rows in (train, held_out):
         check_vocabulary(int(rows.tokens.max()), vocab_size)
     check_positions(path, max(1 + int(x.positions.max()) for x in (train, held_out)))
-    if args.completion_only_loss:
-        return train, held_out
-    share = 0.25 if args.repeat_share is None else args.repeat_share
-    return with_repeats(train, share, args.seed, per_row=args.repeats_per_row), held_out
+    repeats = with_repeats(train, args.repeat_share, args.seed, per_row=args.repeats_per_row)
+    return repeats, held_out
 
 
-def load_documents(data: Sequence[Path | str], args: Any, tokenizer: Any) -> datasets.Dataset:
+def load_documents(
+    data: Sequence[Path | str], args: Any, tokenizer: Any, *, examples: bool = False
+) -> datasets.Dataset:
     """Return documents with the columns ``text`` and ``digest``, its SHA-256.
 
     Args:
         data: Text, JSON and parquet files, folders of them or of ``save_to_disk``, and data sets
             of the Hub, ``"owner/name"`` or ``"owner/name:config"``, of which the split ``train``
-            is read. With weights, ``"a.jsonl:0.7"``, each next document comes from a source with a
-            probability proportional to its weight, until one has no more.
-        args: As in :func:`load_rows`. With ``completion_only_loss``, ``text`` is an example as
-            JSON. Reading stops after ``max_tokens``, and data sets of the Hub are streamed.
+            is read.
+        args: As in :func:`load_rows`. Reading stops after ``max_tokens``, and data sets of the Hub
+            are streamed.
         tokenizer: Counts the tokens.
+        examples: Whether ``text`` is an example (:data:`EXAMPLES`) as JSON.
 
     Raises:
         DataError: A path is missing or cannot be read, or there is no text.
     """
-    weights = dict(map(_split_weight, data))
-    mixture, limit = _mixture(weights), token_count(args.max_tokens)
-    column = None if args.completion_only_loss else args.dataset_text_field
-    sources: list[dict[str, Any]] = [
-        {"name": name, "column": column, "streaming": limit is not None} for name in weights
-    ]
+    names, limit = [*dict.fromkeys(map(str, data))], token_count(args.max_tokens)
+    column = None if examples else args.dataset_text_field
 
     def read() -> Iterator[dict[str, Any]]:
-        count, row = 0, None
-        rows: Any = chain.from_iterable(_texts(**source) for source in sources)
-        if mixture:
-            stream = datasets.IterableDataset.from_generator
-            streams = [stream(_texts, gen_kwargs=source) for source in sources]
-            rows = datasets.interleave_datasets(streams, **mixture)
-        for row in rows:
-            yield {**row, "digest": hashlib.sha256(row["text"].encode()).digest()}
+        count, text = 0, None
+        for text in chain.from_iterable(_texts(x, column, limit is not None) for x in names):
+            yield {"text": text, "digest": hashlib.sha256(text.encode()).digest()}
             if limit is not None:
-                count += len(_ids(tokenizer, row["text"]))
+                count += len(_ids(tokenizer, text))
                 if count >= limit:
                     return
-        if row is None:
-            raise DataError(f"There is no text in {', '.join(weights)}; give other data")
+        if text is None:
+            raise DataError(f"There is no text in {', '.join(names)}; give other data")
 
-    versions = [_version(Path(name)) for name in weights]
+    versions = [_version(Path(name)) for name in names]
     counted = None if limit is None else (limit, type(tokenizer), sorted(tokenizer.get_vocab()))
-    key = hashlib.sha256(repr((versions, mixture, column, counted)).encode()).hexdigest()
+    key = hashlib.sha256(repr((versions, column, counted)).encode()).hexdigest()
     types = {"text": datasets.Value("large_string"), "digest": datasets.Value("binary")}
     try:
         return datasets.Dataset.from_generator(
@@ -140,26 +119,6 @@ def load_documents(data: Sequence[Path | str], args: Any, tokenizer: Any) -> dat
     except datasets.exceptions.DatasetGenerationError as error:
         cause = error.__cause__
         raise (cause if isinstance(cause, AttnzooError) else DataError(str(error))) from cause
-
-
-def _split_weight(path: Path | str) -> tuple[str, float | None]:
-    """Return a path and its weight; an existing path that looks like one has no weight."""
-    found = None if Path(path).exists() else WEIGHT.fullmatch(str(path))
-    return (str(path), None) if found is None else (found["path"], float(found["weight"]))
-
-
-def _mixture(weights: dict[str, float | None]) -> dict[str, Any]:
-    """Return the arguments of ``interleave_datasets``; none without weights."""
-    values = [weight for weight in weights.values() if weight]
-    if not any(weight is not None for weight in weights.values()):
-        return {}
-    if not len(weights) == len(values) > 1:
-        raise DataError(
-            "A mixture needs two sources or more, each with a weight above 0, such as --data "
-            f"a.jsonl:0.7 b.jsonl:0.3, got {weights}"
-        )
-    shares = [value / sum(values) for value in values]
-    return {"probabilities": shares, "seed": 0, "stopping_strategy": "first_exhausted"}
 
 
 def _is_hub_id(path: Path) -> bool:
@@ -210,7 +169,7 @@ def _sources(path: Path, streaming: bool) -> Iterator[tuple[Path, Any]]:
         yield path, read(escape(str(path)), split="train", **options)
 
 
-def _texts(name: str, column: str | None, streaming: bool) -> Iterator[dict[str, str]]:
+def _texts(name: str, column: str | None, streaming: bool) -> Iterator[str]:
     """Yield the texts of a path that are not blank."""
     path = file = Path(name)
     try:
@@ -224,7 +183,7 @@ def _texts(name: str, column: str | None, streaming: bool) -> Iterator[dict[str,
                         "(--dataset-text-field names that of the text)"
                     )
                 if text.strip():
-                    yield {"text": text}
+                    yield text
     except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
         if isinstance(error, AttnzooError):
             raise
@@ -347,89 +306,3 @@ def with_repeats(rows: Rows, share: float, seed: int = 0, *, per_row: int = 1) -
         for i in changed:
             add_repeats(written.select(slice(i, i + 1)), generator)
     return written
-
-
-def pack_examples(examples: datasets.Dataset, tokenizer: Any, length: int) -> Rows:
-    """Return examples in rows of one length, without cutting any in two, as TRL packs them.
-
-    A longer example keeps its first ``length`` tokens. Padding ends a row as a document of its
-    own, without labels.
-
-    Raises:
-        DataError: No completion is left, or there is no chat template that marks it.
-    """
-    found = [tokenize_example(json.loads(text), tokenizer) for text in examples["text"]]
-    # the first token of an example has no loss, and rows cut what is beyond their end
-    kept = [x for x in found if any(y != IGNORE_INDEX for y in x["labels"][1:length])]
-    if not kept:
-        raise DataError(
-            f"No example has a completion to train on within {length} tokens: make rows longer "
-            "(--max-length), or give examples in which the assistant answers"
-        )
-    packed = trl.pack_dataset(datasets.Dataset.from_list(kept), length, "bfd", {"batch_size": None})
-    collate = trl.trainer.sft_trainer.DataCollatorForLanguageModeling(
-        tokenizer.pad_token_id or 0, return_position_ids=True, pad_to_multiple_of=length
-    )
-    batch, in_row = collate(list(packed)), torch.arange(length)
-    ends, labels = batch["attention_mask"].sum(1), batch["labels"]
-    trained = labels[labels != IGNORE_INDEX]
-    return Rows(
-        tokens=batch["input_ids"],
-        positions=torch.where(
-            in_row < ends[:, None], batch["position_ids"], in_row - ends[:, None]
-        ),
-        labels=labels,
-        ends=ends,
-        bytes_per_token=len(tokenizer.decode(trained, skip_special_tokens=True).encode())
-        / len(trained),
-        shortened=sum(len(x["input_ids"]) > length for x in kept),
-    )
-
-
-@contextmanager
-def _explain_template_errors() -> Iterator[None]:
-    """Context in which errors of a chat template, which came with a model, say what it is."""
-    try:
-        yield
-    except (TemplateError, *UNREADABLE) as error:
-        raise DataError(
-            "The tokenizer's chat template cannot write the messages in the data: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-
-
-def tokenize_example(example: dict[str, Any], tokenizer: Any) -> dict[str, list[int]]:
-    """Return the tokens of an example, with labels for those of its completions.
-
-    Raises:
-        DataError: The example has messages, and the tokenizer no chat template that marks those of
-            the assistant, or one that cannot write them.
-    """
-    messages, chat = example.get("messages"), not isinstance(example.get("prompt"), str)
-    if chat and getattr(tokenizer, "chat_template", None) is None:
-        raise DataError("The data have messages, but the model's tokenizer has no chat template")
-    if messages is not None and not tokenizer.is_fast:
-        raise DataError("'messages' need a fast tokenizer; give 'prompt' and 'completion'")
-    if messages is not None:
-        try:
-            template = trl.get_training_chat_template(tokenizer)
-        except ValueError as error:
-            raise DataError(
-                "The chat template has no {% generation %} around the assistant's messages, and "
-                "TRL has none for it; add it, or give 'prompt' and 'completion'"
-            ) from error
-        options = {"return_dict": True, "return_assistant_tokens_mask": True}
-        with _explain_template_errors():
-            found = tokenizer.apply_chat_template(messages, chat_template=template, **options)
-        ids, mask = found["input_ids"], found["assistant_masks"]
-    else:
-        end = "" if chat else tokenizer.eos_token or ""
-        with _explain_template_errors():
-            rendered = trl.maybe_apply_chat_template(example, tokenizer)
-        text = rendered["prompt"] + rendered["completion"]
-        ids = _ids(tokenizer, text if text.endswith(end) else text + end)
-        # a token that merges the end of the prompt with the completion is predicted too
-        first = trl.data_utils.common_prefix_length(_ids(tokenizer, rendered["prompt"]), ids)
-        mask = [i >= first for i in range(len(ids))]
-    labels = [x if kept else IGNORE_INDEX for x, kept in zip(ids, mask, strict=True)]
-    return {"input_ids": list(ids), "labels": labels}

@@ -142,7 +142,6 @@ def softmax_teacher(
     weights_change: bool,
     outputs: Outputs = predictions,
     context_parallel: bool = False,
-    dtype: torch.dtype | None = None,
 ) -> Teacher:
     """Return a function that computes a swapped model's outputs with softmax attention.
 
@@ -153,15 +152,11 @@ def softmax_teacher(
         outputs: Which outputs to return.
         context_parallel: Whether rows are split over processes. Softmax is then flash, because the
             model's own attention does not support that.
-        dtype: Data type of a copy's weights; ``None`` for that of the model.
     """
     swapped = bool(swapped_layers(model))
     frozen: Any = None
     if weights_change:
-        copies = {
-            id(x): nn.Parameter(x.detach().to(dtype=dtype, copy=True), False)
-            for x in model.parameters()
-        }
+        copies = {id(x): nn.Parameter(x.detach().clone(), False) for x in model.parameters()}
         frozen = deepcopy(model, copies).eval()
         if swapped and not context_parallel:
             restore(frozen)
@@ -187,12 +182,7 @@ def softmax_teacher(
 
 
 def other_teacher(original: Any, outputs: Outputs = predictions) -> Teacher:
-    """Return a function that computes the outputs of a model that teaches another one.
-
-    Args:
-        original: The model, in evaluation mode.
-        outputs: Which outputs to return.
-    """
+    """Return a function that computes the outputs of another model, in evaluation mode."""
 
     @torch.no_grad()
     def teach(student: nn.Module, batch: Mapping[str, Tensor]) -> Any:
@@ -204,27 +194,17 @@ def other_teacher(original: Any, outputs: Outputs = predictions) -> Teacher:
 
 
 def divergence(
-    student: Tensor,
-    teacher: Tensor,
-    mask: Tensor,
-    top_k: int | None = None,
-    *,
-    count: Tensor | None = None,
+    student: Tensor, teacher: Tensor, mask: Tensor, *, count: Tensor | None = None
 ) -> Tensor:
     """Return the mean KL divergence KL(teacher || student) over tokens, in nats, a scalar.
 
     Args:
-        student: Logits, ``[B, T, V]``.
-        teacher: Logits, ``[B, T, V]``.
-        mask: ``[B, T]``, true or 1 for the predictions in the mean.
-        top_k: Number of the teacher's most probable tokens that are separate outcomes. All other
-            tokens are one outcome, so the result is a divergence and a lower bound of the full one.
+        student: Logits, ``[..., V]``.
+        teacher: Logits, the same shape.
+        mask: ``[...]``, true or 1 for the predictions in the mean.
         count: Divisor of the sum; the sum of ``mask`` when ``None``.
     """
     student, teacher = (x.float().log_softmax(-1) for x in (student, teacher))
-    if top_k is not None and top_k < student.shape[-1]:
-        teacher, indices = teacher.topk(top_k, -1)
-        student, teacher = (_append_rest(x) for x in (student.gather(-1, indices), teacher))
     kl = F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
     return (kl * mask).sum() / (mask.sum().clamp(min=1) if count is None else count)
 
@@ -248,19 +228,11 @@ def hidden_states_error(
     return total / (len(student) * count)
 
 
-def _append_rest(log_probs: Tensor) -> Tensor:
-    """Append the log-probability of all other outcomes."""
-    rest = (1 - log_probs.exp().sum(-1, keepdim=True)).clamp(min=torch.finfo(log_probs.dtype).eps)
-    return torch.cat([log_probs, rest.log()], -1)
-
-
 def distil_loss(
     teacher: Teacher | None,
     *,
     cross_entropy: float = 0.0,
-    top_k: int | None = None,
     hidden_states: float = 0.0,
-    label_smoothing: float = 0.0,
     chunk: int | None = None,
 ) -> Loss:
     """Return the loss ``(1 - c) * KL + c * cross-entropy + w * error of hidden states``.
@@ -268,16 +240,12 @@ def distil_loss(
     Args:
         teacher: Returns the target :class:`Predictions`; ``None`` with ``cross_entropy=1``.
         cross_entropy: c, the weight of the cross-entropy of the text's next token, from 0 to 1.
-        top_k: As in :func:`divergence`.
         hidden_states: w, the weight of :func:`hidden_states_error`; not without a teacher, which
             then returns the outputs of its layers.
-        label_smoothing: Probability that the cross-entropy's targets spread over all tokens.
         chunk: Tokens whose logits are computed at once, in the backward pass again; ``None`` for
             all. The teacher has the same ``chunk``.
     """
-    token_loss = partial(
-        _token_loss, cross_entropy=cross_entropy, top_k=top_k, label_smoothing=label_smoothing
-    )
+    token_loss = partial(_token_loss, cross_entropy=cross_entropy)
 
     def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         labels = batch.get("shift_labels")
@@ -318,28 +286,13 @@ def distil_loss(
 
 
 def _token_loss(
-    logits: Tensor,
-    target: Tensor | None,
-    labels: Tensor,
-    *,
-    cross_entropy: float,
-    top_k: int | None,
-    label_smoothing: float,
+    logits: Tensor, target: Tensor | None, labels: Tensor, *, cross_entropy: float
 ) -> Tensor:
-    """Return the sum over tokens of the part of the loss that depends on logits, a scalar.
-
-    Args:
-        logits: Of the student, ``[..., V]``.
-        target: Of the teacher, the same shape.
-        labels: The next tokens, ``[...]``.
-        cross_entropy: As in :func:`distil_loss`.
-        top_k: The same.
-        label_smoothing: The same.
-    """
+    """Return the sum over tokens of the part of the loss that depends on logits, a scalar."""
     total = logits.new_zeros((), dtype=torch.float32)
     if target is not None and cross_entropy < 1:
         one = torch.ones((), device=logits.device)
-        kl = divergence(logits, target, labels != IGNORE_INDEX, top_k, count=one)
+        kl = divergence(logits, target, labels != IGNORE_INDEX, count=one)
         total = (1 - cross_entropy) * kl
     if cross_entropy > 0:
         losses = F.cross_entropy(
@@ -347,7 +300,6 @@ def _token_loss(
             labels.flatten(),
             ignore_index=IGNORE_INDEX,
             reduction="sum",
-            label_smoothing=label_smoothing,
         )
         total = total + cross_entropy * losses
     return total
@@ -360,15 +312,7 @@ def _sum_chunks(
     labels: Tensor,
     chunk: int,
 ) -> Tensor:
-    """Return the sum of a loss over chunks of tokens, whose logits are not kept.
-
-    Args:
-        token_loss: :func:`_token_loss` with its options.
-        states: Of the student.
-        target: Of the teacher.
-        labels: The next tokens, ``[B, T]``.
-        chunk: Tokens of a chunk.
-    """
+    """Return the sum of a loss over chunks of tokens, whose logits are not kept."""
 
     def part_loss(hidden: Tensor, exact: Tensor | None, labels: Tensor) -> Tensor:
         logits = None

@@ -1,6 +1,6 @@
-"""Fine-tuning of a swapped model by TRL's ``SFTTrainer``, or ``Trainer`` for encoders.
+"""Fine-tuning of a swapped model by TRL's ``SFTTrainer``.
 
-Packing, adapters, optimizers, distribution, checkpoints and evaluation are theirs; ours are the
+Packing, adapters, optimizers, distribution, checkpoints and evaluation are TRL's; ours are the
 held-out documents and the comparison with the equally trained softmax model.
 """
 
@@ -10,22 +10,16 @@ import copy
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    DataCollatorForLanguageModeling,
-    Trainer,
-    TrainingArguments,
-)
+from jinja2 import TemplateError
 
 from attnzoo.errors import AttnzooError, ConfigError, SpecError
 from attnzoo.evaluation.data import load_tokenizer
-from attnzoo.evaluation.models import max_positions
 from attnzoo.evaluation.rows import require_finite
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.saving.companions import copy_companions, move_files
@@ -35,8 +29,7 @@ from attnzoo.optional_packages import OptionalPackage
 from attnzoo.report.atomic_write import atomic_write
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.data import RowOptions, check_positions, load_documents, split_documents
-from attnzoo.training.encoder import is_encoder, load_texts
-from attnzoo.training.loading import load_model
+from attnzoo.training.loading import load_causal
 from attnzoo.training.run_folder import RunFolder
 from attnzoo.training.trainer import last_checkpoint, steps_of
 
@@ -46,15 +39,14 @@ else:
     trl = OptionalPackage("trl", extra="train")
 
 RESULTS = "finetuning.json"
-ENCODER_LENGTH = 512  # largest number of tokens of an encoder's text
 IDENTITY = ("max_steps", "num_train_epochs", "learning_rate", "seed", "max_length", "packing")
 
 
 def finetune(
-    path: Path,
+    path: Path | str,
     spec: AttentionSpec | None,
     data: Sequence[Path | str],
-    args: TrainingArguments,
+    args: Any,
     model_args: Any = None,
     *,
     compare: bool = True,
@@ -62,15 +54,12 @@ def finetune(
 ) -> dict[str, Any]:
     """Fine-tune a swapped model on text or examples, evaluate it, and save it.
 
-    A causal model is trained by ``trl.SFTTrainer``, an encoder to predict masked tokens by
-    ``Trainer``.
-
     Args:
-        path: Folder of a saved model.
+        path: Folder of a saved causal model.
         spec: The swap; ``None`` for a model that is already swapped.
         data: As in :func:`attnzoo.training.data.load_documents`; examples with
             ``completion_only_loss`` or ``assistant_only_loss``.
-        args: ``trl.SFTConfig``, or ``TrainingArguments`` for an encoder.
+        args: ``trl.SFTConfig``.
         model_args: ``trl.ModelConfig``: adapters, data type, weights in 4 bits.
         compare: Whether to train the model with softmax too, by the same arguments.
         log: Called with progress messages.
@@ -81,33 +70,47 @@ def finetune(
     Raises:
         AttnzooError: An argument is invalid.
     """
-    path, model_args = Path(path), model_args or trl.ModelConfig()
+    path, model_args, lines = Path(path), model_args or trl.ModelConfig(), {}
     about = {"model": str(path), "spec": spec and spec.to_dict(), "data": [*map(str, data)]}
-    given = {name: getattr(args, name) for name in IDENTITY if hasattr(args, name)}
+    given = {name: getattr(args, name) for name in IDENTITY}
     folder = RunFolder(Path(str(args.output_dir)), {**about, "config": given}, RESULTS)
     resume = str(args.resume_from_checkpoint).lower() not in ("none", "false", "")
-    task = (_MaskedTokens if is_encoder(path) else _NextTokens)(path, data, args, model_args)
-    trainer = task.trainer(task.load(spec), _stage(args, folder.checkpoints / "finetune"))
-    model: Any = trainer.model
-    lines: dict[str, float] = {}
+    load = partial(
+        load_causal,
+        path,
+        dtype=getattr(torch, model_args.dtype),
+        load_in_4bit=model_args.load_in_4bit,
+        device=args.device,
+    )
+    with PartialState().local_main_process_first():  # the others find the data in the cache
+        tokenizer = load_tokenizer(path)
+        halves = _read(data, args, tokenizer)
 
-    def evaluate(name: str, trainer: Trainer) -> None:
+    def make(name: str, model: Any) -> Any:
+        """Return the trainer of a model, whose checkpoints are in a folder of their own."""
+        own = copy.copy(args)
+        own.output_dir, own.push_to_hub = str(folder.checkpoints / name), False
+        return _trainer(path, model, own, halves, tokenizer, trl.get_peft_config(model_args))
+
+    def evaluate(name: str, trainer: Any) -> None:
         log(f"evaluation: {name}")
-        lines[name] = require_finite(task.loss(trainer), f"held-out loss of {name}")
+        loss = float(trainer.evaluate()["eval_loss"])
+        lines[name] = require_finite(loss, f"held-out loss of {name}")
 
+    trainer = make("finetune", load(spec))
     with folder.open(resume=resume, state=PartialState()) as finished:
         if finished is not None:
             return finished
         if not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled):  # weights in parts
-            with original_attention(model):
+            with original_attention(trainer.model):
                 evaluate("softmax", trainer)
             evaluate("raw swap", trainer)
         if compare:
-            exact = task.load(spec and AttentionSpec("softmax"))
+            exact = load(spec and AttentionSpec("softmax"))
             if spec is None:
                 restore(exact)
                 swap(exact, "softmax")
-            other = task.trainer(exact, _stage(args, folder.checkpoints / "softmax"))
+            other = make("softmax", exact)
             _train(other, resume=resume)
             evaluate("softmax tuned", other)
         _train(trainer, resume=resume)
@@ -116,104 +119,42 @@ def finetune(
         return _save(trainer, path, folder, {**folder.run, "lines": lines})
 
 
-class _NextTokens:
-    """Fine-tuning of a causal model."""
-
-    cls: Any = AutoModelForCausalLM
-
-    def __init__(self, path: Path, data: Any, args: Any, model_args: Any) -> None:
-        self.path, self.args, self.model_args = path, args, model_args
-        self.tokenizer = load_tokenizer(path)
-        with PartialState().local_main_process_first():  # the others find the data in the cache
-            self.train, self.held_out = self.read(data)
-
-    def load(self, spec: AttentionSpec | None) -> Any:
-        """Return the swapped model."""
-        options = {"load_in_4bit": self.model_args.load_in_4bit, "device": self.args.device}
-        dtype = getattr(torch, self.model_args.dtype)
-        return load_model(self.path, spec, self.cls, dtype=dtype, **options)
-
-    def read(self, data: Any) -> list[Any]:
-        """Return training and held-out documents, or examples."""
-        field = self.args.dataset_text_field
-        examples = bool(self.args.completion_only_loss or self.args.assistant_only_loss)
-        options = RowOptions(dataset_text_field=field, completion_only_loss=examples)
-        halves = split_documents(load_documents(data, options, self.tokenizer), cut=not examples)
-        if not examples:
-            return [x.select_columns("text").rename_columns({"text": field}) for x in halves]
-        found = [
-            x.map(lambda row: json.loads(row["text"]), remove_columns=x.column_names)
-            for x in halves
-        ]
-        if "messages" in found[0].column_names and not self.args.assistant_only_loss:
-            raise ConfigError("The data have messages: give assistant_only_loss")
-        return found
-
-    def trainer(self, model: Any, args: Any) -> Any:
-        """Return the trainer of a model."""
-        try:
-            found = trl.SFTTrainer(
-                model=model,
-                args=args,
-                train_dataset=self.train,
-                eval_dataset=self.held_out,
-                processing_class=self.tokenizer,
-                peft_config=trl.get_peft_config(self.model_args),
-            )
-        except ValueError as error:  # of arguments that exclude each other
-            raise error if isinstance(error, AttnzooError) else ConfigError(str(error)) from error
-        rows = found.train_dataset[:]
-        lengths = rows.get("seq_lengths") or [[len(x)] for x in rows["input_ids"]]
-        check_positions(self.path, max(map(max, lengths)))
-        return found
-
-    def loss(self, trainer: Any) -> float:
-        """Return the held-out loss of a model."""
-        return float(trainer.evaluate()["eval_loss"])
-
-
-class _MaskedTokens(_NextTokens):
-    """Fine-tuning of an encoder, which predicts masked tokens."""
-
-    cls = AutoModelForMaskedLM
-
-    def read(self, data: Any) -> list[Any]:
-        """Return training and held-out texts."""
-        if self.tokenizer.mask_token is None:
-            raise SpecError("The tokenizer of this model has no mask token; set one and save it")
-        length = min(ENCODER_LENGTH, max_positions(self.path) or ENCODER_LENGTH)
-        halves = load_texts(self.path, data, RowOptions(max_length=length))
-        pairs = [zip(x.tokens, x.attention_mask.bool(), strict=True) for x in halves]
-        return [[{"input_ids": tokens[kept].tolist()} for tokens, kept in x] for x in pairs]
-
-    def trainer(self, model: Any, args: Any) -> Trainer:
-        """Return the trainer of a model."""
-        if (adapters := trl.get_peft_config(self.model_args)) is not None:
-            from peft import get_peft_model
-
-            adapters.task_type = None
-            model = get_peft_model(model, adapters)
-        collate = DataCollatorForLanguageModeling(self.tokenizer)
-        options: Any = {"train_dataset": self.train, "eval_dataset": self.held_out}
-        return Trainer(model, args, collate, processing_class=self.tokenizer, **options)
-
-    def loss(self, trainer: Any) -> float:
-        """Return the held-out loss of a model, on the same masked tokens as of all others."""
-        collate = trainer.data_collator
-        trainer.data_collator = DataCollatorForLanguageModeling(self.tokenizer, seed=0)
-        found = super().loss(trainer)
-        trainer.data_collator = collate
-        return found
-
-
-def _stage(args: Any, folder: Path) -> Any:
-    """Return the arguments of a stage, whose checkpoints are in a folder of their own."""
-    found = copy.copy(args)
-    found.output_dir, found.push_to_hub = str(folder), False
+def _read(data: Sequence[Path | str], args: Any, tokenizer: Any) -> list[Any]:
+    """Return training and held-out documents, or examples."""
+    field = args.dataset_text_field
+    examples = bool(args.completion_only_loss or args.assistant_only_loss)
+    options = RowOptions(dataset_text_field=field)
+    documents = load_documents(data, options, tokenizer, examples=examples)
+    halves = split_documents(documents, cut=not examples)
+    if not examples:
+        return [x.select_columns("text").rename_columns({"text": field}) for x in halves]
+    found = [
+        x.map(lambda row: json.loads(row["text"]), remove_columns=x.column_names) for x in halves
+    ]
+    if "messages" in found[0].column_names and not args.assistant_only_loss:
+        raise ConfigError("The data have messages: give assistant_only_loss")
     return found
 
 
-def _train(trainer: Trainer, *, resume: bool) -> None:
+def _trainer(
+    path: Path, model: Any, args: Any, halves: Sequence[Any], tokenizer: Any, adapters: Any
+) -> Any:
+    """Return TRL's trainer; its errors about arguments and templates are ours."""
+    train, held_out = halves
+    options = {"train_dataset": train, "eval_dataset": held_out, "peft_config": adapters}
+    try:
+        found = trl.SFTTrainer(model, args, processing_class=tokenizer, **options)
+    except ValueError as error:  # of arguments that exclude each other
+        raise error if isinstance(error, AttnzooError) else ConfigError(str(error)) from error
+    except TemplateError as error:  # of a template that came with the model
+        raise SpecError(f"The chat template cannot write the messages: {error}") from error
+    rows = found.train_dataset[:]
+    lengths = rows.get("seq_lengths") or [[len(x)] for x in rows["input_ids"]]
+    check_positions(path, max(map(max, lengths)))
+    return found
+
+
+def _train(trainer: Any, *, resume: bool) -> None:
     """Train, from the last whole checkpoint if the run is resumed."""
     folder, count = Path(str(trainer.args.output_dir)), trainer.accelerator.num_processes
     last = last_checkpoint(folder, count) if resume else None
@@ -223,9 +164,7 @@ def _train(trainer: Trainer, *, resume: bool) -> None:
         trainer.train(resume_from_checkpoint=None if last is None else str(last))
 
 
-def _save(
-    trainer: Trainer, path: Path, folder: RunFolder, results: dict[str, Any]
-) -> dict[str, Any]:
+def _save(trainer: Any, path: Path, folder: RunFolder, results: dict[str, Any]) -> dict[str, Any]:
     """Save the model, with its adapters merged unless weights are in parts or quantized."""
     model: Any = trainer.model
     sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled

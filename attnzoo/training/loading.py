@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from copy import deepcopy
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
-from attnzoo.errors import SpecError
+from attnzoo.errors import SpecError, UnsupportedError
 from attnzoo.evaluation.models import require_causal
 from attnzoo.hf.configs import read_field, set_dropout
 from attnzoo.hf.names import NAME
@@ -19,7 +21,6 @@ from attnzoo.hf.pretrained import build_model, load_pretrained
 from attnzoo.hf.saving.files import read_config
 from attnzoo.hf.swap.backends import extras_are_new
 from attnzoo.spec import AttentionSpec
-from attnzoo.training.four_bits import config_of_4_bits
 
 
 def load_causal(path: Path, spec: AttentionSpec | None, **options: Any) -> PreTrainedModel:
@@ -79,3 +80,43 @@ def load_model(
     with nullcontext() if swapped else extras_are_new():
         model: PreTrainedModel = load_pretrained(cls, path, **options)
     return model
+
+
+def config_of_4_bits(model: PreTrainedModel) -> BitsAndBytesConfig:
+    """Return transformers' settings for linear layers in 4 bits, NF4 with double quantization.
+
+    The head, as in transformers, and what backends add are not quantized. Source: Dettmers et al.,
+    2023, arXiv:2305.14314 (QLoRA).
+
+    Args:
+        model: A model of the same architecture, which may be empty.
+
+    Raises:
+        UnsupportedError: bitsandbytes is not installed, the model has no such layers, or it is
+            saved with quantized weights.
+    """
+    if find_spec("bitsandbytes") is None:
+        raise UnsupportedError(
+            "weights in 4 bits (nf4) need bitsandbytes, which is not installed (pip install "
+            "bitsandbytes); 'bfloat16' needs no other package"
+        )
+    if read_field(model.config, "quantization_config") is not None:
+        raise UnsupportedError(
+            "The saved model is quantized already; leave load_in_4bit out, or give the model "
+            "that it was made from"
+        )
+    head = model.get_output_embeddings()
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    kept = [n for n, m in layers.items() if m is head or f".{NAME}." in n]
+    if len(kept) == len(layers):
+        raise UnsupportedError(
+            f"{type(model).__name__} has no linear layers (torch.nn.Linear) that bitsandbytes "
+            "could keep in 4 bits (nf4); use 'bfloat16'"
+        )
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        llm_int8_skip_modules=kept,  # of 4 bits too
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -20,43 +20,33 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType, broadcast
 from torch import nn
 from torch.utils.data import default_collate
-from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
+from transformers import PreTrainedModel, set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.kernel_checks import check_model_kernels
-from attnzoo.evaluation.rows import (
-    NonFiniteError,
-    Rows,
-    contributions,
-    predictions,
-    separates_documents,
-)
+from attnzoo.evaluation.rows import NonFiniteError, Rows, contributions, separates_documents
+from attnzoo.evaluation.rows import predictions as row_predictions
 from attnzoo.hf.adapters.lora import add_adapters, require_peft, with_adapters
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.names import NAME
-from attnzoo.hf.pretrained import load_pretrained
 from attnzoo.hf.saving.dtype import round_weights, saved_dtype
 from attnzoo.hf.saving.files import model_class, read_config
 from attnzoo.hf.swap.convert import original_attention, restore, swap
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.arguments import RecoveryArguments
-from attnzoo.training.callbacks import BestState, HeadEntropy, WindowDropout
+from attnzoo.training.callbacks import BestState, HeadEntropy
 from attnzoo.training.candidates import token_divergence
 from attnzoo.training.data import load_rows
 from attnzoo.training.distil import (
     Teacher,
     chunk_of,
     hidden_states,
-    other_teacher,
+    predictions,
     softmax_teacher,
-)
-from attnzoo.training.distil import (
-    predictions as teacher_predictions,
 )
 from attnzoo.training.encoder import load_texts
 from attnzoo.training.evaluator import EncoderEvaluator, Evaluator
-from attnzoo.training.four_bits import config_of_4_bits, require_bitsandbytes
 from attnzoo.training.loading import load_causal, load_model
 from attnzoo.training.plan import weights_fingerprint
 from attnzoo.training.reuse import reuse_transfer
@@ -70,16 +60,13 @@ from attnzoo.training.trainer import (
 from attnzoo.training.transfer import (
     evaluation_mode,
     extras,
-    has_indexer,
     output_extras,
     swapped_layers,
     trainable_layers,
 )
-from attnzoo.training.verdict import difference
 
 FAR = 0.1  # nats, from which on the rates are those that are given
 LEAST = 0.03  # smallest factor of the rates
-CLOSE = 1e-3  # nats; a student that starts closer has little to learn from its teacher
 JUDGED = 16  # held-out rows of the best state, and of a divergence
 TEXTS, TOKENS = 4, 128  # texts on which the entropy of heads is measured
 Log = Callable[[str], None]
@@ -116,14 +103,10 @@ class Recovery:
         self.check_arguments()
         if args.train == "lora":
             require_peft()
-        if args.load_in_4bit or args.teacher_dtype == "nf4":
-            require_bitsandbytes()
         self.dtype = saved_dtype(path)  # that the model is saved in again
         with self.state.local_main_process_first():  # the others find its rows in the cache
             self.rows, self.held_out = self.load_rows()
         self.log(f"{len(self.rows)} training rows, {len(self.held_out)} held-out rows")
-        if shortened := getattr(self.rows, "shortened", 0):
-            self.log(f"{shortened} examples are longer than a row and keep their beginning only")
         set_seed(args.seed)
         self.model: Any = self.load_model()
         self.provenance = {
@@ -195,20 +178,13 @@ class Recovery:
             self.check_kernels()
             self.warn_of_mixed_documents()
             self.evaluate_baselines()
-            further: dict[str, Any] = {}
-            model = self.model
-            if reason := self.why_not_trained():
-                self.log(reason)
-                further["not_trained"] = reason
-            else:
-                self.tune_softmax()
-                model = self.distil(self.transfer(self.model))
+            self.tune_softmax()
+            model = self.whole(self.distil(self.transfer(self.model)))
             self.evaluator.lines.setdefault("softmax tuned", self.evaluator.lines["softmax"])
-            model = self.whole(model)
             round_weights(model, self.dtype)
             self.evaluate_result(model)
-            results = {**self.evaluator.results(), **self.folder.run, **further}
-            return save_model(self, model, {**results, **self.describe()})
+            results = {**self.evaluator.results(), **self.folder.run, **self.describe()}
+            return save_model(self, model, results)
 
     def describe(self) -> dict[str, Any]:
         """Return what the results say beside the evaluations."""
@@ -242,14 +218,8 @@ class Recovery:
 
     def check_kernels(self) -> None:
         """Check the GPU kernels that the model needs and that have no verdict yet."""
-        row = self.rows[0]
-        inputs = {name: x[None] for name, x in row.items() if name != "labels"}
-        autocast: Any = nullcontext()
-        if self.args.bf16:
-            autocast = torch.autocast(self.args.device.type, torch.bfloat16)
-        with autocast:
-            kind = self.args.device.type
-        with torch.autocast(kind, torch.bfloat16, enabled=self.args.bf16):
+        inputs = {n: x[None] for n, x in self.rows[0].items() if n != "labels"}
+        with torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.args.bf16):
             check_model_kernels(self.model, inputs, self.log, generate=self.generates)
 
     def evaluate_baselines(self) -> None:
@@ -282,46 +252,49 @@ class Recovery:
                 "again with another --output-dir and smaller rates"
             ) from error
 
-    def why_not_trained(self) -> str:
-        """Return why nothing is trained, or ``""``: the student starts where softmax is.
-
-        That is less than :data:`CLOSE` nats away on held-out rows of every length, and no
-        difference is measured in loss, recall or generated tokens.
-        """
-        args, evaluator = self.args, self.evaluator
-        if args.always_train or args.cross_entropy or not (args.transfer_steps or args.max_steps):
-            return ""
-        indexers = [x.indexer for x in swapped_layers(self.model).values() if has_indexer(x)]
-        if not all(indexer.is_trained for indexer in indexers if indexer is not None):
-            return ""
-        raw, exact = evaluator.lines["raw swap"], evaluator.lines["softmax"]
-        metrics = ("loss", "recall", "agreement")
-        if any(difference(x, raw, exact).is_clear for x in metrics):
-            return ""
-        rows = [x.rows.select(slice(JUDGED)) for x in evaluator.batches.values()]
-        kl = max(held_out_divergence(self.model, x, self.teacher) for x in rows)
-        if kl >= CLOSE:
-            return ""
-        return (
-            f"nothing is trained: the model starts {kl:.1g} nats from softmax on this text, and "
-            f"its loss, {difference('loss', raw, exact)} bits per byte above softmax's, is within "
-            "the noise. It is saved as it is; give text with longer documents, or train all the "
-            "same (--always-train)"
-        )
-
     # --- stages
 
-    def stage(self, name: str, steps: int, rate: float, factor: float = 1.0) -> RecoveryArguments:
-        """Return the arguments of a stage."""
-        found = copy.copy(self.args)
-        found.output_dir = str(self.folder.checkpoints / name.replace(" ", "-"))
-        found.max_steps, found.learning_rate = steps, rate * factor
-        found.extras_learning_rate = self.args.extras_learning_rate * factor
-        if self.args.attention_learning_rate is not None:
-            found.attention_learning_rate = self.args.attention_learning_rate * factor
-        found.push_to_hub, found.eval_strategy = False, "no"  # BestState evaluates
-        found.run_name = f"{Path(str(self.args.output_dir)).name} {name}"
-        return found
+    def train(
+        self,
+        kind: Any,
+        model: Any,
+        name: str,
+        rates: tuple[float, float],
+        rebuild: Callable[[], Any],
+        **options: Any,
+    ) -> Any:
+        """Run a stage, from its last checkpoint if the run is resumed; return the whole model.
+
+        Args:
+            kind: Class of the trainer.
+            model: The model.
+            name: Name of the stage.
+            rates: Learning rate, and the factor of it and the other rates.
+            rebuild: Returns another model of the same architecture.
+            options: Of the trainer.
+        """
+        args, (rate, factor) = copy.copy(self.args), rates
+        args.output_dir = str(self.folder.checkpoints / name)
+        args.max_steps = args.transfer_steps if name == "transfer" else args.max_steps
+        args.learning_rate = rate * factor
+        args.extras_learning_rate *= factor
+        if args.attention_learning_rate is not None:
+            args.attention_learning_rate *= factor
+        args.push_to_hub = False
+        args.run_name = f"{Path(str(self.args.output_dir)).name} {name}"
+        measured = self.teacher is None and self.state.num_processes == 1 and swapped_layers(model)
+        trainer = kind(
+            model,
+            args,
+            best=self.best(generates=name == "distil"),
+            train_dataset=self.rows_of(args.max_steps),
+            data_collator=default_collate,
+            callbacks=[HeadEntropy(self.held_out_texts())] if measured else [],
+            **options,
+        )
+        trainer.train(resume_from_checkpoint=args.resumes)
+        self.stages[name] = trainer.state.log_history
+        return self.gathered(trainer, rebuild)
 
     def rows_of(self, steps: int) -> StageRows:
         """Return the rows of the next stage."""
@@ -330,24 +303,6 @@ class Recovery:
         groups = args.world_size // args.cp_size
         batch = args.train_batch_size * args.gradient_accumulation_steps * groups
         return StageRows(self.rows, first=first, steps=steps, batch=batch, seed=args.seed)
-
-    def train(self, trainer: Any, name: str) -> None:
-        """Run a stage, from its last checkpoint if the run is resumed."""
-        for callback in trainer.callback_handler.callbacks:
-            if isinstance(callback, HeadEntropy):
-                callback.trainer = trainer
-        trainer.train(resume_from_checkpoint=self.args.resumes)
-        self.stages[name] = trainer.state.log_history
-
-    def callbacks(self, model: nn.Module, *, window_dropout: bool = True) -> list[Any]:
-        """Return the callbacks of a stage."""
-        args = self.args
-        found: list[Any] = []
-        if window_dropout and args.window_dropout:
-            found.append(WindowDropout(model, args.window_dropout, args.seed))
-        if self.teacher is None and self.state.num_processes == 1 and swapped_layers(model):
-            found.append(HeadEntropy(self.held_out_texts()))
-        return found
 
     def held_out_texts(self) -> dict[str, torch.Tensor]:
         """Return a few held-out texts as arguments of the model."""
@@ -399,7 +354,7 @@ class Recovery:
         self.evaluator.evaluate("softmax tuned", tuned)
 
     def transfer(self, model: Any) -> Any:
-        """Run attention transfer on all layers at once, or block by block."""
+        """Run attention transfer on all layers that have parameters."""
         args, layers = self.args, trainable_layers(model)
         reason = "the backends have no parameters of their own"
         if args.transfer_from is not None:
@@ -409,19 +364,8 @@ class Recovery:
         if not layers or not args.transfer_steps:
             self.log(f"transfer is skipped: {'0 steps' if layers else reason}")
             return model
-        for name, block in _blocks(layers, args.layers_at_once or len(layers)):
-            trainer = TransferTrainer(
-                model,
-                self.stage(name, args.transfer_steps, args.transfer_rate),
-                layers=block,
-                best=self.best(),
-                train_dataset=self.rows_of(args.transfer_steps),
-                data_collator=default_collate,
-                callbacks=self.callbacks(model),
-            )
-            self.train(trainer, name)
-            model = self.gathered(trainer, lambda: self.load_model())
-        return model
+        rates = args.transfer_rate, 1.0
+        return self.train(TransferTrainer, model, "transfer", rates, self.load_model, layers=layers)
 
     def distil(self, model: Any) -> Any:
         """Distil softmax into the model; return it with adapters merged."""
@@ -463,19 +407,16 @@ class Recovery:
         prepared = self.prepare(model)
         rate = args.learning_rate or (1e-4 if args.train == "full" else 1e-3)
         options = {} if self.task != "CAUSAL_LM" else {"chunk": self.chunk(prepared)}
-        trainer: Any = self.trainer_class(
+        trained = self.train(
+            self.trainer_class,
             prepared,
-            self.stage(name, args.max_steps, rate, factor),
+            name,
+            (rate, factor),
+            lambda: self.prepare(load()),
             teacher=self.make_teacher(prepared, **options),
             is_encoder=self.task != "CAUSAL_LM",
             **options,
-            best=self.best(generates=name == "distil"),
-            train_dataset=self.rows_of(args.max_steps),
-            data_collator=default_collate,
-            callbacks=self.callbacks(prepared),
         )
-        self.train(trainer, name)
-        trained = self.gathered(trainer, lambda: self.prepare(load()))
         if args.train != "lora" or self.is_narrow:
             return trained
         return trained.merge_and_unload()
@@ -513,24 +454,12 @@ class Recovery:
     def make_teacher(self, model: Any, chunk: int | None = None) -> Teacher:
         """Return the function that computes the targets."""
         args = self.args
-        outputs = partial(teacher_predictions, with_layers=args.hidden_states > 0, chunk=chunk)
-        if args.teacher_dtype is not None:
-            return other_teacher(self.load_teacher(args.teacher_dtype), outputs)
         return softmax_teacher(
             model,
             weights_change=args.train == "full",
-            outputs=outputs,
+            outputs=partial(predictions, with_layers=args.hidden_states > 0, chunk=chunk),
             context_parallel=args.cp_size > 1,
         )
-
-    def load_teacher(self, dtype: str) -> Any:
-        """Return the original model in a data type, or in 4 bits."""
-        options: dict[str, Any] = {"dtype": torch.bfloat16 if dtype == "nf4" else dtype}
-        if dtype == "nf4":
-            options["quantization_config"] = config_of_4_bits(self.model)
-            options["device_map"] = {"": self.args.device}
-        teacher: Any = load_pretrained(AutoModelForCausalLM, self.path, **options)
-        return teacher.requires_grad_(False).eval()
 
     @torch.no_grad()
     def gathered(self, trainer: Any, rebuild: Callable[[], Any]) -> Any:
@@ -582,9 +511,7 @@ class EncoderRecovery(Recovery):
         args = self.args
         for name, unset in (
             ("cross_entropy", 0.0),
-            ("top_k", None),
             ("hidden_states", 0.0),
-            ("completion_only_loss", False),
             ("target_length", None),
         ):
             if getattr(args, name) != unset:
@@ -612,10 +539,6 @@ class EncoderRecovery(Recovery):
         """Return what compares embeddings."""
         return EncoderEvaluator(self.held_out, log=self.log)
 
-    def why_not_trained(self) -> str:
-        """Return ``""``: an encoder is always trained."""
-        return ""
-
     def rate_factor(self, model: Any) -> float:
         """Return 1: there are no predictions to compare."""
         return 1.0
@@ -633,12 +556,6 @@ class EncoderRecovery(Recovery):
         return softmax_teacher(model, weights_change=change, outputs=hidden_states)
 
 
-def _blocks(layers: list[str], size: int) -> Iterator[tuple[str, list[str]]]:
-    for first in range(0, len(layers), size):
-        name = "transfer" if size >= len(layers) else f"transfer {first}"
-        yield name, layers[first : first + size]
-
-
 def rate_factor(kl: float) -> float:
     r"""Return the factor of the rates for a student with a KL in nats.
 
@@ -651,28 +568,20 @@ def rate_factor(kl: float) -> float:
 
 
 @torch.no_grad()
-def row_divergences(model: Any, rows: Rows, original: Any = None) -> list[float]:
-    """Return the KL of a swapped model's predictions from those with softmax, in nats, of each row.
+def held_out_divergence(model: Any, rows: Rows, original: Any = None) -> float:
+    """Return the mean KL of a model's predictions from those with softmax, in nats.
 
     Args:
         model: A swapped causal model, or any with ``original``.
         rows: Held-out rows.
         original: The model with softmax, where it is another one.
-
-    Returns:
-        The contribution of each row to the KL of all predictions, which is their mean.
     """
     found = []
     with evaluation_mode(model):
         for row in rows.split(1):
             with original_attention(model) if original is None else nullcontext():
-                ((_, teacher),) = predictions(original or model, row, 1)
-            ((_, student),) = predictions(model, row, 1)
+                ((_, teacher),) = row_predictions(original or model, row, 1)
+            ((_, student),) = row_predictions(model, row, 1)
             found.append(token_divergence(student, teacher)[row.counted.to(student.device)])
-    return contributions(found)
-
-
-def held_out_divergence(model: Any, rows: Rows, original: Any = None) -> float:
-    """Return the mean KL of :func:`row_divergences`, in nats."""
-    found = row_divergences(model, rows, original)
-    return math.fsum(found) / len(found)
+    means = contributions(found)
+    return math.fsum(means) / len(means)

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import default_collate
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attnzoo.errors import ConfigError, SpecError
@@ -126,16 +125,11 @@ class StudentRecovery(Recovery):
             self.log("transfer is skipped: 0 steps")
             return model
         rate = args.transfer_learning_rate or TRANSFER_RATE
-        trainer = TransferTrainer(
-            model,
-            self.stage("transfer", args.transfer_steps, rate),
-            transfer=StudentTransfer(model, self.teacher),
-            best=self.best(),
-            train_dataset=self.rows_of(args.transfer_steps),
-            data_collator=default_collate,
+        transfer = StudentTransfer(model, self.teacher)
+        rates = rate, 1.0
+        return self.train(
+            TransferTrainer, model, "transfer", rates, self.load_model, transfer=transfer
         )
-        self.train(trainer, "transfer")
-        return self.gathered(trainer, self.load_model)
 
     def output_added(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """Return the parameters of the recurrent layers."""
@@ -190,11 +184,7 @@ def require_student_settings(config: Any) -> None:
     unset = {
         "transfer_from": (None, "each student has a transfer of its own"),
         "transfer_target": ("output", "a recurrent layer of a stock class has no weights of keys"),
-        "layers_at_once": (None, "all recurrent layers are transferred at once"),
         "cross_entropy": (0.0, "the teacher is not tuned on the text"),
-        "window_dropout": (0.0, "a recurrent layer of a stock class has no window"),
-        "completion_only_loss": (False, "only whole texts are tested"),
-        "teacher_dtype": (None, "the teacher is a model of its own, which is evaluated too"),
         "dtype": ("float32", "recurrent layers are trained, which need float32"),
     }
     for name, (value, reason) in unset.items():

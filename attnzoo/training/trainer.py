@@ -11,7 +11,7 @@ import copy
 import json
 import math
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader, SequentialSampler, Subset
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from attnzoo.errors import AttnzooError, ConfigError
@@ -44,23 +44,12 @@ from attnzoo.training.distil import (
 from attnzoo.training.transfer import Transfer, extras
 
 QUANTIZED = "is_quantized"  # of a model, in transformers
+MAX_OVERFLOWS = 40  # in a row; each halves the scale of float16's gradients, which starts at 2^16
 STATE = "trainer_state.json"  # the file that Trainer writes last into a checkpoint
 
 
 class DivergenceError(AttnzooError):
     """A loss, a gradient or an output is NaN or infinite."""
-
-
-class _LoadedError(Exception):
-    """The last checkpoint of a finished stage is loaded."""
-
-
-class _StopWhenLoaded(TrainerCallback):
-    """Stops a stage before its first step, with its weights loaded and sharded."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop."""
-        raise _LoadedError
 
 
 class StageRows(Subset[Any]):
@@ -99,6 +88,7 @@ class StageTrainer(Trainer):
         model: The model.
         args: Arguments of the stage.
         best: Keeps the best state; the last one is kept when ``None``.
+        callbacks: Further callbacks; one with the attribute ``trainer`` gets this trainer.
         kwargs: Further arguments of ``Trainer``.
 
     Raises:
@@ -108,21 +98,24 @@ class StageTrainer(Trainer):
     model: Any
     args: Any
     train_dataset: Any
+    overflows = 0  # steps in a row that loss scaling has skipped
 
     def __init__(
-        self, model: Any, args: RecoveryArguments, *, best: BestState | None = None, **kwargs: Any
+        self,
+        model: Any,
+        args: RecoveryArguments,
+        *,
+        best: BestState | None = None,
+        callbacks: Iterable[Any] = (),
+        **kwargs: Any,
     ) -> None:
-        if args.n_gpu > 1:
-            args._n_gpu = 1  # DataParallel would copy the model without its hooks
-        if kwargs.get("eval_dataset") is None and args.eval_strategy != "no":
-            args = copy.copy(args)
-            args.eval_strategy = "no"
+        args = copy.copy(args)
+        args._n_gpu = min(1, args.n_gpu)  # DataParallel would copy the model without its hooks
+        args.eval_strategy = "no"  # BestState evaluates
         if args.deepspeed_plugin is not None:  # Accelerate takes one for its first instance only
             AcceleratorState._reset_state()
-        use_cache, quantized = (
-            read_field(model.config, "use_cache"),
-            getattr(model, QUANTIZED, False),
-        )
+        use_cache = read_field(model.config, "use_cache")
+        quantized = getattr(model, QUANTIZED, False)
         if quantized:  # Trainer wants adapters on one; what backends add is not quantized
             setattr(model, QUANTIZED, False)
         try:
@@ -146,9 +139,9 @@ class StageTrainer(Trainer):
         if self.mesh is not None:
             check_model(model)
         self.best = best
-        if best is not None:
-            best.trainer = self
-            self.add_callback(best)
+        for callback in (*callbacks, *([] if best is None else [best])):
+            callback.trainer = self
+            self.add_callback(callback)
 
     def stage_loss(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         """Return the loss of a model on a batch, a scalar."""
@@ -172,14 +165,6 @@ class StageTrainer(Trainer):
         if processes > 1 and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             loss = loss + _zero(p for p in self.model.parameters() if p.requires_grad)
         return (loss, {}) if return_outputs else loss
-
-    @torch.no_grad()
-    def prediction_step(
-        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
-    ) -> tuple[Tensor, None, None]:
-        """Return the loss of a batch of ``eval_dataset``."""
-        with self.compute_loss_context_manager():
-            return self.stage_loss(model, self._prepare_inputs(inputs)).detach(), None, None
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Return the optimizer of ``args.optim``, with a group for each rate and decay."""
@@ -227,23 +212,14 @@ class StageTrainer(Trainer):
             ignore_keys_for_eval: As of ``Trainer``.
         """
         folder = Path(str(self.args.output_dir))
-        checkpoint = None
+        checkpoint = resume_from_checkpoint or None
         if resume_from_checkpoint is True:
             checkpoint = last_checkpoint(folder, self.accelerator.num_processes)
-        elif resume_from_checkpoint:
-            checkpoint = Path(resume_from_checkpoint)
-        if checkpoint is not None and self.best is not None:
-            self.best.load(checkpoint)
-        if checkpoint is None or steps_of(checkpoint) < self.args.max_steps:
-            found = super().train(
-                None if checkpoint is None else str(checkpoint), trial, ignore_keys_for_eval
-            )
-        else:  # Trainer would take one more step
-            found = None
-            self.add_callback(_StopWhenLoaded)
-            with suppress(_LoadedError):
-                super().train(str(checkpoint), trial, ignore_keys_for_eval)
-            self.is_in_train = False
+        if checkpoint is not None:
+            if self.best is not None:
+                self.best.load(Path(checkpoint))
+            checkpoint = str(checkpoint)
+        found = super().train(checkpoint, trial, ignore_keys_for_eval)
         self._finish()
         return found
 
@@ -273,6 +249,10 @@ class StageTrainer(Trainer):
         norm = super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
         if norm is not None and self.accelerator.scaler is None:
             self._require_finite(norm, "norm of the gradient")
+        elif norm is not None:  # the step is skipped if it is infinite
+            self.overflows = 0 if math.isfinite(float(norm)) else self.overflows + 1
+            if self.overflows == MAX_OVERFLOWS:
+                self._require_finite(norm, f"norm of the last {MAX_OVERFLOWS} gradients")
         return norm
 
     def _require_finite(self, number: Any, what: str) -> None:
@@ -396,7 +376,7 @@ class LogitDistillationTrainer(StageTrainer):
 
     Args:
         model: A swapped model, possibly with adapters; what requires a gradient is trained.
-        args: ``cross_entropy``, ``top_k``, ``hidden_states`` and ``label_smoothing_factor``.
+        args: ``cross_entropy`` and ``hidden_states``.
         teacher: Returns the targets, a function of :mod:`attnzoo.training.distil`; the model itself
             with softmax when ``None``, which is a copy if its own weights are trained.
         chunk: Tokens whose logits are computed at once; ``None`` for all.
@@ -430,9 +410,7 @@ class LogitDistillationTrainer(StageTrainer):
             else distil_loss(
                 teacher,
                 cross_entropy=args.cross_entropy,
-                top_k=args.top_k,
                 hidden_states=args.hidden_states,
-                label_smoothing=args.label_smoothing_factor,
                 chunk=chunk,
             )
         )

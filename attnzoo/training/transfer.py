@@ -38,12 +38,12 @@ from typing import Any, Literal, Self, TypeGuard
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from attnzoo.backends.block_sparse import BlockSparseBackend
 from attnzoo.contract.backend import AttentionBackend
+from attnzoo.contract.config import Geometry
 from attnzoo.contract.context_parallel import SequenceShard
 from attnzoo.contract.inputs import AttentionInputs
 from attnzoo.contract.masks import AttentionMask
@@ -51,11 +51,8 @@ from attnzoo.contract.states import AttentionOutput
 from attnzoo.errors import SpecError
 from attnzoo.ops.block_sparse.options import IndexTensors, SparseOptions
 from attnzoo.ops.block_sparse.selection_loss import selection_loss
-from attnzoo.ops.window.blockwise_cpu import LocalOptions
-from attnzoo.ops.window.cpu.band import band_attention_cpp, band_cpp_reasons
-from attnzoo.ops.window.pattern import Band
+from attnzoo.ops.window.cpu.band import band_cpp_reasons
 from attnzoo.registry import build_backend
-from attnzoo.runtime.autocast import autocast_disabled
 
 MIN_WEIGHT = 1e-20  # smaller or negative attention weights are clamped and get no gradient
 # options that the kernel of the softmax target does not support
@@ -177,7 +174,6 @@ class Transfer:
         """Register the hooks."""
         self.handles = [self.model.register_forward_pre_hook(self._check_sharding)]
         for name, backend in self.backends.items():
-            teacher = build_backend("flash", {}, backend.geometry)
             prepare: Any = self._detach
             if name in self.trained and has_indexer(backend):
                 backend.on_index = partial(self._record_selection, backend)
@@ -185,7 +181,7 @@ class Transfer:
                 prepare = self._replace_values
             self.handles += [
                 backend.register_forward_pre_hook(prepare, with_kwargs=True),
-                backend.register_forward_hook(self._hook(name, teacher), with_kwargs=True),
+                backend.register_forward_hook(self._hook(name), with_kwargs=True),
             ]
         return self
 
@@ -244,9 +240,10 @@ class Transfer:
             inputs.q, inputs.k, index, mask=inputs.mask, scale=inputs.scale, options=options
         )
 
-    def _hook(self, name: str, teacher: AttentionBackend) -> Any:
+    def _hook(self, name: str) -> Any:
         trained = name in self.trained
         own_loss = has_indexer(self.backends[name])
+        teachers = softmax_teachers(self.backends[name].geometry)
         compare_weights = trained and self.target == "attention" and not own_loss
 
         def hook(
@@ -256,13 +253,13 @@ class Transfer:
             values = self.values.pop(name) if compare_weights else columns
             options = {k: x for k, x in kwargs.items() if k not in ("state", "return_state")}
             options["return_weights"] = False
-            indicators = columns if compare_weights else None
-            exact, weights = softmax_target(teacher, q, k, values, options, indicators, self.step)
+            exact = softmax_output(teachers, q, k, values, options)
             if trained:
                 mask, shard = kwargs.get("mask"), kwargs.get("shard")
                 if own_loss:
                     error = self.selection_losses.pop(name)
-                elif weights is not None:
+                elif compare_weights:
+                    weights = softmax_output(teachers, q, k, columns, options)
                     length, count = columns.shape[2:]
                     error = weights_divergence(output.out, weights, mask, shard)
                     error = error * key_stride(length * (shard.size if shard else 1), count)
@@ -369,107 +366,52 @@ def key_stride(length: int, count: int) -> int:
     return -(-length // count)
 
 
-def compared_keys(length: int, count: int, step: int) -> Tensor:
-    """Return the keys ``step % n``, ``step % n + n``, ... with n = :func:`key_stride`.
-
-    Args:
-        length: S.
-        count: The largest number of keys.
-        step: Selects the keys.
-    """
-    stride = key_stride(length, count)
-    return torch.arange(step % stride, length, stride)
-
-
 def key_indicators(length: int, count: int, step: int) -> Tensor:
     """Return value columns for which an attention's output is the weight of one key per column.
+
+    The keys are ``step % n``, ``step % n + n``, ... with n = :func:`key_stride`.
 
     Args:
         length: S.
         count: Number of columns; unused ones are zero.
-        step: As in :func:`compared_keys`.
+        step: Selects the keys.
 
     Returns:
         ``[S, count]``, one at each column's key and zero elsewhere.
     """
-    keys = compared_keys(length, count, step)
+    stride = key_stride(length, count)
+    keys = torch.arange(step % stride, length, stride)
     columns = torch.zeros(length, count)
     columns[keys, torch.arange(len(keys))] = 1
     return columns
 
 
 @torch.no_grad()
-def softmax_target(
-    teacher: AttentionBackend,
+def softmax_output(
+    teachers: Mapping[str, AttentionBackend],
     q: Tensor,
     k: Tensor,
     v: Tensor,
     options: Mapping[str, Any],
-    columns: Tensor | None = None,
-    step: int = 0,
-) -> tuple[Tensor, Tensor | None]:
-    """Return softmax's output, and its weights of the keys that ``columns`` indicate.
+) -> Tensor:
+    """Return softmax's output for the options of a backend's call, ``[B, H, T, E]``.
 
-    On CPUs a call without padding runs in C++, with all keys in the window: 512 tokens take half
-    the time of PyTorch's kernel, and the log-sum-exp normalises the weights of any key. Other calls
-    run softmax once for the output and once for the weights.
-
-    Args:
-        teacher: Softmax attention of the layer.
-        q: Queries, ``[B, H, T, D]``.
-        k: Keys, ``[B, Hkv, T, D]``.
-        v: Values, ``[B, Hkv, T, E]``.
-        options: Options of the call.
-        columns: :func:`key_indicators` in place of the values, ``[B, Hkv, T, E]``; ``None``
-            without weights.
-        step: As in :func:`key_indicators`.
-
-    Returns:
-        The output in the dtype of ``v``, ``[B, H, T, E]``, and the weights, the same shape.
+    On CPUs a call without padding runs in C++, where 512 tokens take half the time of PyTorch's
+    kernel.
     """
     mask = options.get("mask")
-    causal = teacher.geometry.causal if mask is None else mask.causal
-    ids = None if mask is None else mask.segment_ids
     plain = mask is None or (
         replace(mask, segment_ids=None).is_plain
         and isinstance(mask.q_offset, int)
         and not mask.q_offset
     )
     restricted = any(options.get(name) is not None for name in RESTRICTIONS)
-    same_length = 0 < q.shape[2] == k.shape[2]
-    if restricted or not plain or not same_length or q.device.type != "cpu" or band_cpp_reasons():
-        weights = None if columns is None else teacher(q, k, columns, **options).out
-        return teacher(q, k, v, **options).out, weights
-    scale = options.get("scale")
-    scale = teacher.geometry.scale if scale is None else scale
-    assert scale is not None
-    length, count = v.shape[2:]
-    band = Band(length, 0 if causal else length, 1)
-    every_key = LocalOptions(band, causal, scale, segment_ids=ids)
-    out, lse = band_attention_cpp(q, k, v, every_key)
-    if columns is None:
-        return out.to(v.dtype), None
-    keys = compared_keys(length, count, step)
-    weights = _weights_of_keys(q, k, lse, keys, scale)
-    if causal:
-        weights.masked_fill_(keys > torch.arange(length)[:, None], 0)
-    if ids is not None:
-        weights.masked_fill_((ids[:, :, None] != ids[:, None, keys]).unsqueeze(1), 0)
-    return out.to(v.dtype), F.pad(weights, (0, count - len(keys)))
+    on_cpu = q.device.type == "cpu" and not band_cpp_reasons()
+    fast = on_cpu and plain and not restricted and 0 < q.shape[2] == k.shape[2]
+    found: Tensor = teachers["cpp" if fast else "auto"](q, k, v, **options).out
+    return found
 
 
-def _weights_of_keys(q: Tensor, k: Tensor, lse: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """Return softmax's weights of some keys, ``[B, H, T, n]``, as if every query saw them.
-
-    Args:
-        q: Queries, ``[B, H, T, D]``.
-        k: Keys, ``[B, Hkv, T, D]``.
-        lse: Log-sum-exp of each query's scores, ``[B, H, T, 1]``.
-        keys: Positions, ``[n]``.
-        scale: Multiplies the products.
-    """
-    grouped = q.to(lse.dtype).unflatten(1, (k.shape[1], -1))
-    selected = k[:, :, keys].to(lse.dtype).mul_(scale).unsqueeze(2)
-    with autocast_disabled(q.device):
-        weights: Tensor = (grouped @ selected.mT).flatten(1, 2).sub_(lse).exp_()
-    return weights
+def softmax_teachers(geometry: Geometry) -> dict[str, AttentionBackend]:
+    """Return softmax attention for a layer by implementation."""
+    return {x: build_backend("flash", {"impl": x}, geometry) for x in ("auto", "cpp")}

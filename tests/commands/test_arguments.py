@@ -18,7 +18,7 @@ from tests.processes import run
 RECIPES = sorted((Path(arguments.__file__).parents[1] / "training" / "recipes").glob("*.yaml"))
 OF_TRL = {  # fields of SFTConfig and ModelConfig
     *("lora_r", "lora_alpha", "lora_target_modules", "dtype", "load_in_4bit"),
-    *("dataset_text_field", "max_length", "completion_only_loss", "disable_dropout"),
+    *("dataset_text_field", "max_length", "disable_dropout"),
 }
 
 
@@ -59,10 +59,10 @@ def test_own_options_are_few():
 
 def test_both_spellings_and_repeated_lists():
     swap, args = parse(
-        *("recover", "--data", "a.txt", "--data", "b.jsonl:0.3", "c", "--max_steps", 7),
+        *("recover", "--data", "a.txt", "--data", "b.jsonl", "c", "--max_steps", 7),
         *("--transfer-learning-rate", "3e-3", "--else", "flash", "--attention", "linear"),
     )
-    assert swap.data == ["a.txt", "b.jsonl:0.3", "c"]
+    assert swap.data == ["a.txt", "b.jsonl", "c"]
     assert (args.max_steps, args.transfer_learning_rate, swap.else_) == (7, 3e-3, "flash")
 
 

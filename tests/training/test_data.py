@@ -1,6 +1,5 @@
 """Documents and examples: what is read, held out, tokenized and packed."""
 
-import copy
 import hashlib
 import json
 import random
@@ -10,7 +9,6 @@ import datasets
 import pytest
 import torch
 import transformers as hf
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from attnzoo.errors import ConfigError
 from attnzoo.evaluation.models import embedded_model_path
@@ -23,50 +21,14 @@ from attnzoo.training.data import (
     load_documents,
     load_rows,
     pack,
-    pack_examples,
     split_documents,
-    tokenize_example,
     with_repeats,
 )
-
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}> {% if m.role == 'assistant' %}{% generation %}"
-    "{{ m.content }} </end>{% endgeneration %}{% else %}{{ m.content }} </end>{% endif %} "
-    "{% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
-)
-CHAT = [
-    {"role": "user", "content": "two plus two"},
-    {"role": "assistant", "content": "is four"},
-    {"role": "user", "content": "and three"},
-    {"role": "assistant", "content": "is seven"},
-]
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
     return hf.AutoTokenizer.from_pretrained(embedded_model_path())
-
-
-@pytest.fixture(scope="module")
-def chat_tokenizer():
-    words = [
-        "<unk>",
-        "<user>",
-        "<assistant>",
-        "</end>",
-        "two",
-        "plus",
-        "is",
-        "four",
-        "and",
-        "three",
-        "seven",
-    ]
-    made = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return hf.PreTrainedTokenizerFast(
-        tokenizer_object=made, unk_token="<unk>", eos_token="</end>", chat_template=TEMPLATE
-    )
 
 
 def documents_of(*given):
@@ -157,12 +119,11 @@ def test_invalid_sources_are_refused(tmp_path, name, content, message):
 
 
 def test_names_of_files_are_not_patterns(tmp_path):
-    written = {"a[1].txt": "one", "a1.txt": "two", "s*.txt": "three", "x:2": "four"}
+    written = {"a[1].txt": "one", "a1.txt": "two", "s*.txt": "three"}
     for name, text in written.items():
         (tmp_path / name).write_text(text)
     assert sorted(texts([tmp_path])) == sorted(written.values())
     assert texts([tmp_path / "s*.txt"]) == ["three"]
-    assert texts([tmp_path / "x:2"]) == ["four"]  # no weight
 
 
 def test_a_file_that_changes_is_read_again(tmp_path, monkeypatch):
@@ -189,28 +150,6 @@ def test_held_out_documents_do_not_depend_on_their_order():
     assert train == [text for text in given if text not in set(ranked[:3])]
     assert set(split(given[::-1])[1]) == set(held_out)
     assert split(["0123456789"]) == split(["0123456789"] * 2) == (["012345678"], ["9"])
-
-
-def test_sources_are_mixed_by_their_weights(tmp_path, tokenizer):
-    """In the same order every time, without a second copy of a document, also in a stream."""
-    for name in "ab":
-        lines = (f'{{"text": "{name}{i}", "{name}": 1}}\n' for i in range(400))
-        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
-    sources = [f"{tmp_path}/a.jsonl:3", f"{tmp_path}/b.jsonl:1"]
-    found = texts(sources)
-    assert len(set(found)) == len(found)
-    of_a = [x for x in found if x[0] == "a"]
-    assert of_a == [f"a{i}" for i in range(400)]  # until it has no more, in its own order
-    share = len(of_a) / len(found)
-    assert abs(share - 0.75) < 4 * (0.75 * 0.25 / len(found)) ** 0.5
-    first = load_documents(sources, RowOptions(max_tokens="1k"), tokenizer)
-    sizes = accumulate(len(tokenizer(x, add_special_tokens=False)["input_ids"]) for x in found)
-    count = next(n for n, size in enumerate(sizes, 1) if size >= 1000)
-    assert list(first["text"]) == found[:count]
-    for weights in ([":0.5", ""], [":0.5"], [":0", ":1"]):
-        given = [f"{tmp_path}/{name}.jsonl{x}" for name, x in zip("ab", weights, strict=False)]
-        with pytest.raises(DataError, match="each with a weight above 0"):
-            texts(given)
 
 
 @pytest.mark.parametrize(
@@ -289,74 +228,23 @@ def test_repeats_in_a_fraction_of_the_rows(tokenizer):
     assert with_repeats(rows, 0.0) is rows
 
 
-def test_messages_of_the_assistant_have_labels(chat_tokenizer):
-    """The mask is the one that transformers computes from a template with ``generation``."""
-    found = tokenize_example({"messages": CHAT}, chat_tokenizer)
-    ids, labels = found["input_ids"], found["labels"]
-    answers = chat_tokenizer("is four </end> is seven </end>", add_special_tokens=False)
-    assert [x for x in labels if x != IGNORE_INDEX] == answers["input_ids"]
-    assert all(x in (IGNORE_INDEX, y) for x, y in zip(labels, ids, strict=True))
-    parts = {"prompt": CHAT[:3], "completion": CHAT[3:]}
-    last = ids.index(chat_tokenizer.convert_tokens_to_ids("seven")) - 1  # "is seven </end>"
-    expected = [IGNORE_INDEX] * last + ids[last:]
-    assert tokenize_example(parts, chat_tokenizer) == {"input_ids": ids, "labels": expected}
+def test_examples_are_read(tmp_path):
+    """As JSON, which has its fields in one order."""
+    (tmp_path / "a.jsonl").write_text('{"n": 1, "prompt": "x", "completion": "y"}')
+    (tmp_path / "b.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "x"}]}))
+    (tmp_path / "c.jsonl").write_text('{"text": "x", "prompt": "y"}')
 
+    def read(name):
+        return load_documents([tmp_path / name], RowOptions(), None, examples=True)["text"][0]
 
-def test_prompts_and_completions_as_strings(tokenizer, chat_tokenizer):
-    """A token that merges the end of a prompt with the completion is predicted too."""
-    found = tokenize_example({"prompt": "ab", "completion": "cd"}, tokenizer)
-    a = ord("a") + 3  # ByT5's bytes begin at 3, and 1 is its end token
-    assert found == {
-        "input_ids": [a, a + 1, a + 2, a + 3, 1],
-        "labels": [IGNORE_INDEX, IGNORE_INDEX, a + 2, a + 3, 1],
-    }
-    found = tokenize_example({"prompt": "two pl", "completion": "us is"}, chat_tokenizer)
-    ids = chat_tokenizer("two plus is </end>", add_special_tokens=False)["input_ids"]
-    assert found == {"input_ids": ids, "labels": [IGNORE_INDEX, *ids[1:]]}
-
-
-def test_what_marks_no_answer_is_refused(tokenizer, chat_tokenizer, tmp_path):
-    with pytest.raises(DataError, match="tokenizer has no chat template"):
-        tokenize_example({"messages": CHAT}, tokenizer)
-    plain = copy.deepcopy(chat_tokenizer)
-    plain.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
-    with pytest.raises(DataError, match=r"no \{% generation %\} around the assistant's messages"):
-        tokenize_example({"messages": CHAT}, plain)
-    examples = documents_of(json.dumps({"messages": CHAT[:1]}))
-    with pytest.raises(DataError, match="in which the assistant answers"):
-        pack_examples(examples, chat_tokenizer, 64)
-    (tmp_path / "a.jsonl").write_text('{"text": "x", "prompt": "y"}')
+    assert read("a.jsonl") == '{"completion": "y", "prompt": "x"}'
+    assert json.loads(read("b.jsonl"))["messages"][0]["role"] == "user"
     with pytest.raises(
-        DataError, match=r"lacks 'prompt' and 'completion', .* fields: text, prompt"
+        DataError,
+        match=r"lacks 'prompt' and 'completion', .* fields: prompt, text|"
+        r"lacks 'prompt' and 'completion', .* fields: text, prompt",
     ):
-        texts([tmp_path / "a.jsonl"], completion_only_loss=True)
-
-
-def test_rows_hold_whole_examples(tokenizer):
-    pairs = [("a", "b" * 9), ("cc", "dd"), ("e", "f")]
-    lines = (json.dumps({"prompt": p, "completion": c}) for p, c in pairs)
-    rows = pack_examples(examples := documents_of(*lines), tokenizer, 10)
-    first, second = (tokenizer.decode(row) for row in rows.tokens)
-    assert first == "a" + "b" * 9  # cut: its end token is left out
-    assert second.startswith("ccdd</s>ef</s>")
-    assert rows.positions[1].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0, 1]
-    labels = rows[1]["labels"]
-    assert (labels != IGNORE_INDEX).tolist() == [0, 0, 1, 1, 1, 0, 1, 1, 0, 0]
-    assert rows.ends.tolist() == [10, 8]
-    assert rows.shortened == 1
-    assert len(rows.stream) == 18
-    assert rows.bytes_per_token == 12 / 14  # ends have no bytes
-    with pytest.raises(DataError, match="No example has a completion to train on within 1 tokens"):
-        pack_examples(examples, tokenizer, 1)
-
-
-def test_examples_are_loaded(saved, tmp_path):
-    file = tmp_path / "a.jsonl"
-    file.write_text("\n".join(f'{{"prompt": "{n}: ", "completion": "ab"}}' for n in range(60)))
-    options = RowOptions(completion_only_loss=True, max_length=32, repeat_share=None)
-    train, held_out = load_rows(saved, [file], options)
-    assert (train.labels != IGNORE_INDEX).sum() == 57 * 3
-    assert (held_out.labels != IGNORE_INDEX).sum() == 3 * 3
-    file.write_text('{"prompt": "a", "completion": "b"}')
+        read("c.jsonl")
+    one = documents_of("an example")
     with pytest.raises(DataError, match="One example cannot be both"):
-        load_rows(saved, [file], options)
+        split_documents(one, cut=False)

@@ -50,6 +50,7 @@ def test_dropouts_of_modules_and_functions_are_0(tmp_path, family):
     assert {name: getattr(model.config, name) for name in FAMILIES[family]} == FAMILIES[family]
 
 
+@pytest.mark.exhaustive
 def test_losses_are_those_of_a_model_without_dropout(text, tmp_path):
     """Of transfer and of distillation; the saved model keeps its dropouts."""
     none = dict.fromkeys((name for name in GPT2 if "pdrop" in name), 0.0)
@@ -60,8 +61,10 @@ def test_losses_are_those_of_a_model_without_dropout(text, tmp_path):
     }
     found = {}
     for name, path in paths.items():
-        options = {"disable_dropout": name != "enabled", "always_train": True}
-        args = arguments(tmp_path / name / "out", transfer_steps=1, max_steps=2, **options)
+        disabled = name != "enabled"
+        args = arguments(
+            tmp_path / name / "out", transfer_steps=1, max_steps=2, disable_dropout=disabled
+        )
         found[name] = losses(recover(path, SPEC, [text], args))
         saved = hf.AutoConfig.from_pretrained(tmp_path / name / "out")
         assert saved.resid_pdrop == (0 if name == "without" else P)

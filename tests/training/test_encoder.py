@@ -190,8 +190,6 @@ def test_invalid_arguments_are_refused(encoder, lines, saved, tmp_path):
     out = tmp_path / "out"
     with pytest.raises(ConfigError, match="cross_entropy applies to predicted tokens"):
         recover(encoder, SPEC, [lines], config(out, cross_entropy=0.5))
-    with pytest.raises(ConfigError, match="top_k applies to predicted tokens"):
-        recover(encoder, SPEC, [lines], config(out, top_k=4))
     with pytest.raises(ConfigError, match="hidden_states applies to predicted tokens"):
         recover(encoder, SPEC, [lines], config(out, hidden_states=1.0))
     with pytest.raises(DataError, match="a document of 33, and the model has 32 positions"):

@@ -8,7 +8,7 @@ import torch
 import transformers as hf
 import trl
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 import attnzoo
 from attnzoo.errors import ConfigError, SpecError
@@ -18,16 +18,12 @@ from attnzoo.training.run_folder import RunError
 pytestmark = pytest.mark.filterwarnings("ignore:.*checkpointing. is deprecated:FutureWarning")
 
 
-def config(out, kind=trl.SFTConfig, **changes):
+def config(out, **changes):
     options = {"max_steps": 6, "learning_rate": 3e-3, "per_device_train_batch_size": 4}
-    options |= (
-        {"max_length": 48, "packing": True, "packing_strategy": "bfd_split"}
-        if kind is trl.SFTConfig
-        else {}
-    )
+    options |= {"max_length": 48, "packing": True, "packing_strategy": "bfd_split"}
     options |= {"bf16": False, "use_cpu": True, "report_to": "none", "disable_tqdm": True}
     options |= {"gradient_checkpointing": False, "save_steps": 3, "logging_steps": 1}
-    return kind(str(out), **{**options, **changes})
+    return trl.SFTConfig(str(out), **{**options, **changes})
 
 
 def test_a_swap_is_finetuned_beside_softmax(saved, text, tmp_path):
@@ -69,31 +65,24 @@ def stop_after(monkeypatch):
     return limit
 
 
-@pytest.mark.parametrize("steps", [4, 10, 12])
-def test_a_resumed_run_equals_an_uninterrupted_one(saved, text, spec, tmp_path, stop_after, steps):
-    """After a stop in each stage, and in its evaluation; a checkpoint cut short is left out."""
+def test_a_resumed_run_equals_an_uninterrupted_one(saved, text, spec, tmp_path, stop_after):
+    """After a stop in the second stage; a checkpoint cut short is left out."""
     whole = finetune(saved, spec, [text], config(tmp_path / "whole"))
-    stop_after(steps)
+    stop_after(10)
     out = tmp_path / "parts"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("attnzoo.training.finetune._save", raise_stopped)
-        with pytest.raises(Stopped):
-            finetune(saved, spec, [text], config(out))
+    with pytest.raises(Stopped):
+        finetune(saved, spec, [text], config(out))
     (out / "checkpoints" / "softmax" / "checkpoint-99").mkdir()
     with pytest.raises(RunError, match="holds a run; go on with"):
         finetune(saved, spec, [text], config(out))
     with pytest.raises(RunError, match=r"holds another run: its config\.seed is 42, not 9"):
         finetune(saved, spec, [text], config(out, seed=9, resume_from_checkpoint="True"))
-    stop_after(12 - steps // 3 * 3)
+    stop_after(3)
     resumed = finetune(saved, spec, [text], config(out, resume_from_checkpoint="True"))
     assert resumed == {**whole, "model": resumed["model"]}
     weights, expected = (load_file(x / "model.safetensors") for x in (out, tmp_path / "whole"))
     assert all(torch.equal(x, expected[name]) for name, x in weights.items())
     assert finetune(saved, spec, [text], config(out, resume_from_checkpoint="True")) == resumed
-
-
-def raise_stopped(*_):
-    raise Stopped
 
 
 def test_adapters_are_merged(saved, text, spec, tmp_path):
@@ -144,48 +133,6 @@ def test_examples(saved, spec, tmp_path, kind):
 
 
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]", "alpha", "beta", "gamma", "delta"]
-
-
-def save_encoder(path, **special):
-    torch.manual_seed(0)
-    sizes = {"vocab_size": len(WORDS), "hidden_size": 32, "intermediate_size": 48}
-    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 32}
-    hf.BertForMaskedLM(hf.BertConfig(**sizes)).save_pretrained(path)
-    tokens = Tokenizer(models.WordLevel({w: n for n, w in enumerate(WORDS)}, unk_token="[UNK]"))
-    tokens.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokens.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
-    )
-    special |= {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    made = hf.PreTrainedTokenizerFast(tokenizer_object=tokens, unk_token="[UNK]", **special)
-    made.save_pretrained(path)
-    return path
-
-
-def test_an_encoder_learns_masked_words(tmp_path):
-    """One word follows another, so that masked words can be predicted."""
-    lines = [" ".join(WORDS[5 + (n + i) % 4] for i in range(6 + n % 9)) for n in range(80)]
-    data = tmp_path / "texts.jsonl"
-    data.write_text("\n".join(json.dumps({"text": line, "n": n}) for n, line in enumerate(lines)))
-    encoder = save_encoder(tmp_path / "bert", mask_token="[MASK]")
-    spec, out = attnzoo.AttentionSpec("linear", feature_map="hedgehog", window=2), tmp_path / "out"
-    options = {"max_steps": 40, "per_device_train_batch_size": 8, "learning_rate": 5e-3}
-    found = finetune(encoder, spec, [data], config(out, hf.TrainingArguments, **options))
-    lines = found["lines"]
-    assert lines["result"] < lines["raw swap"] - 0.3
-    assert lines["softmax tuned"] < lines["softmax"] - 0.3
-    assert hf.AutoModelForMaskedLM.from_pretrained(out).config.attnzoo["backend"] == "linear"
-    again, adapters = tmp_path / "again", trl.ModelConfig(use_peft=True)
-    args = config(again, hf.TrainingArguments, max_steps=2)
-    more = finetune(out, None, [data], args, adapters, compare=False)["lines"]
-    assert more["raw swap"] == pytest.approx(lines["result"])
-    old, new = (hf.AutoModelForMaskedLM.from_pretrained(x) for x in (out, again))
-    changed = {n for n, p in old.named_parameters() if not torch.equal(p, new.get_parameter(n))}
-    assert {n.rpartition(".")[2] for n in changed if ".attnzoo." not in n} == {"weight"}
-    assert any(".attnzoo." in n for n in changed)
-    without = save_encoder(tmp_path / "without")
-    with pytest.raises(SpecError, match="has no mask token"):
-        finetune(without, spec, [data], config(tmp_path / "new", hf.TrainingArguments))
 
 
 def test_invalid_arguments_are_refused(saved, text, spec, tmp_path):

@@ -3,9 +3,8 @@ import torch
 
 from attnzoo.contract.config import Geometry
 from attnzoo.contract.masks import AttentionMask
-from attnzoo.registry import build_backend
 from attnzoo.training import transfer as module
-from attnzoo.training.transfer import key_indicators, softmax_target
+from attnzoo.training.transfer import key_indicators, softmax_output, softmax_teachers
 
 
 def inputs(heads, length):
@@ -32,17 +31,14 @@ def test_output_and_weights(monkeypatch, causal, form):
         see = see & (ids[:, :, None] == ids[:, None])[:, None]
         monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", None)  # not run
     geometry = Geometry(num_heads=4, num_key_heads=2, head_dim=8, causal=causal, scale=0.5)
-    teacher = build_backend("flash", {}, geometry)
+    teachers = softmax_teachers(geometry)
     scores = 0.5 * q @ k.repeat_interleave(2, 1).mT
     exact = scores.masked_fill(~see, -torch.inf).softmax(-1)
     queries = real[:, None, :, None]
     for step in (0, 4, 5):
         columns = key_indicators(19, 8, step).to(v).expand_as(v)
-        out, weights = softmax_target(teacher, q, k, v, {"mask": mask}, columns, step)
+        weights = softmax_output(teachers, q, k, columns, {"mask": mask})
         chosen = exact @ columns[:, :1]
         torch.testing.assert_close(weights * queries, chosen * queries)
-        expected = exact @ v.repeat_interleave(2, 1)
-        torch.testing.assert_close(out * queries, expected * queries)
-    alone, nothing = softmax_target(teacher, q, k, v, {"mask": mask})
-    assert torch.equal(alone, out)
-    assert nothing is None
+    out = softmax_output(teachers, q, k, v, {"mask": mask})
+    torch.testing.assert_close(out * queries, exact @ v.repeat_interleave(2, 1) * queries)

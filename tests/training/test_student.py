@@ -198,11 +198,7 @@ REFUSED = {
     "lora": ({"train": "lora"}, "has no adapters"),
     "labels": ({"cross_entropy": 0.5}, "cross_entropy=0.5 does not apply"),
     "weights": ({"transfer_target": "attention"}, "no weights of keys"),
-    "blocks": ({"layers_at_once": 1}, "all recurrent layers"),
-    "window": ({"window_dropout": 0.5}, "has no window"),
     "transfer": ({"transfer_from": "x"}, "has a transfer of its own"),
-    "answers": ({"completion_only_loss": True}, "only whole texts"),
-    "teacher's type": ({"teacher_dtype": "bfloat16"}, "a model of its own"),
     "type": ({"dtype": "bfloat16", "train": "extras"}, "which need float32"),
     "split rows": ({"cp_size": 2}, "cp_size=2 splits rows"),
 }

@@ -9,9 +9,12 @@ from peft import LoraConfig, get_peft_model
 import attnzoo
 from attnzoo.hf.adapters.lora import with_adapters
 from attnzoo.training.data import pack
+from attnzoo.training.trainer import DivergenceError, TransferTrainer
 from attnzoo.training.transfer import extras
+from tests.training.short_runs import arguments
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("adapters", [False, True], ids=["all weights", "lora"])
 def test_trainer_trains_a_swapped_model(model, saved, tmp_path, adapters):
     attnzoo.swap(model, "gated_linear", feature_map="hedgehog", window=4)
@@ -42,6 +45,21 @@ def test_trainer_trains_a_swapped_model(model, saved, tmp_path, adapters):
         again = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "checkpoint-30")
         ids = rows.tokens[:2]
         torch.testing.assert_close(again(ids).logits, trained.eval()(ids).logits)
+
+
+def test_a_run_whose_steps_all_overflow_stops(model, tmp_path, monkeypatch):
+    """In float16 each is skipped, so the loss alone does not tell."""
+    attnzoo.swap(model, "linear", feature_map="hedgehog")
+    ids = torch.arange(3, 27)
+    rows = [{"input_ids": ids, "labels": ids}] * 200
+    args = arguments(tmp_path, max_steps=50, learning_rate=1e-3, save_strategy="no")
+    trainer = TransferTrainer(model, args, train_dataset=rows)
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    norms = iter([1.0, *[torch.inf] * 49])
+    monkeypatch.setattr(hf.Trainer, "_clip_grad_norm", lambda *_: torch.tensor(next(norms)))
+    with pytest.raises(DivergenceError, match="norm of the last 40 gradients is inf"):
+        trainer.train()
+    assert trainer.state.global_step == 40
 
 
 def test_adapters_are_outside_backends(model):
