@@ -18,6 +18,7 @@ from attnzoo.commands import (
     heads,
     memory,
     models,
+    plan,
     recovery,
     terminal,
 )
@@ -63,7 +64,7 @@ app.command("describe")(models.describe)
 app.command("swap")(models.swap)
 app.command("convert")(models.convert)
 app.command("demo")(models.demo)
-app.command("plan")(recovery.plan)
+app.command("plan")(plan.plan)
 # their options are those of dataclasses, which commands/arguments.py parses
 PASSED_ON = {
     "allow_extra_args": True,

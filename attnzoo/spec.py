@@ -96,6 +96,15 @@ def parse_backend(text: str, expected: str) -> dict[str, Any]:
     return {"backend": name.strip(), "options": found}
 
 
+def format_backend(name: str, options: Mapping[str, Any]) -> str:
+    """Return the text of a backend with options, the inverse of :func:`parse_backend`."""
+    parts = (
+        f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in options.items()
+    )
+    return f"{name}:{','.join(parts)}".rstrip(":")
+
+
 def _layer_spec(value: object, where: str, allow_import: bool) -> LayerSpec:
     """Return an entry from one of its forms, validated.
 

@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.evaluation.quality import make_eval_batch
-from attnzoo.spec import AttentionSpec
-from attnzoo.training.plan import Planner
+from attnzoo.training.planner import SwapPlanner
 
 
 def main(
@@ -31,17 +30,19 @@ def main(
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     batch = make_eval_batch(path, None, rows=rows, row_length=512)
     assert batch.repeated is not None
-    planner = Planner(model, batch.repeated, {"window": AttentionSpec("flash", window=32)})
-    measures = planner.measure()
+    planner = SwapPlanner(model, batch.repeated)
+    window = "flash:window=32"
     lines = []
     for kept in range(1, len(planner.numbers)):
         every = {
             tuple(n for n in planner.numbers if n not in swapped): planner.divergence(
-                dict.fromkeys(swapped, "window")
+                dict.fromkeys(swapped, window)
             )
             for swapped in combinations(planner.numbers, len(planner.numbers) - kept)
         }
-        chosen = planner.choose(measures, kept)
+        swapped = len(planner.numbers) - kept
+        everywhere = dict.fromkeys(planner.numbers, window)
+        chosen = planner.restore_softmax(everywhere, lambda rest, n=swapped: len(rest) >= n)
         line = {
             "kept": kept,
             "chosen": [n for n in planner.numbers if n not in chosen],

@@ -24,9 +24,8 @@ import typer
 from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.arguments import RecoveryArguments
-from attnzoo.training.candidates import preset_candidates
 from attnzoo.training.data import RowOptions, load_rows
-from attnzoo.training.plan import make_plan
+from attnzoo.training.plan import make_plan, preset_candidates
 from attnzoo.training.recover import recover
 
 FOLDERS = ("json", "asyncio", "email", "http", "unittest", "xml")
@@ -87,21 +86,13 @@ def data() -> list[Path]:
     return [Path(sysconfig.get_path("stdlib")) / name for name in FOLDERS]
 
 
-def read_candidate(text: str) -> AttentionSpec:
-    """Parse a candidate of the plan."""
-    name, _, options = text.partition(":")
-    pairs = (part.split("=") for part in options.split(",") if part)
-    return AttentionSpec(name, **{k: int(v) if v.isdigit() else v for k, v in pairs})
-
-
 def spec_for(case: Case) -> AttentionSpec:
     """Return the swap of a case; plan it if ``keep`` is set."""
     if case.keep is None:
         return AttentionSpec(case.backend, **case.swap)
     path = embedded_model_path()
     train, _ = load_rows(path, data(), RowOptions(repeat_share=1.0))
-    candidates = {text: read_candidate(text) for text in preset_candidates()}
-    return make_plan(path, train.select(slice(8)), candidates, keep_softmax=case.keep).spec
+    return make_plan(path, train.select(slice(8)), preset_candidates(), keep_softmax=case.keep).spec
 
 
 def run(name: str, seed: int) -> dict[str, Any]:

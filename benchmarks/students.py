@@ -123,9 +123,7 @@ def held_out(teacher: Path, length: int) -> EvalBatch:
 def planned(teacher: Path, window: int, keep: float) -> AttentionSpec:
     """Return a plan with windows of one size, which nothing was trained for."""
     rows = load_rows(teacher, data(), RowOptions(repeat_share=1.0))[0].select(slice(8))
-    name = f"flash:window={window}"
-    candidates = {name: AttentionSpec("flash", window=window)}
-    return make_plan(teacher, rows, candidates, keep_softmax=keep).spec
+    return make_plan(teacher, rows, [f"flash:window={window}"], keep_softmax=keep).spec
 
 
 def layers_of(spec: AttentionSpec) -> str:

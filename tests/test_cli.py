@@ -267,8 +267,10 @@ def test_plan_recover_evaluate(saved, text, tmp_path, monkeypatch, capsys):
     assert code in (0, None)
     assert "Nothing was written" in printed
     code, printed, _ = run(monkeypatch, capsys, *given, "--keep-softmax", 1, "--output-file", plan)
-    assert printed.count("flash") == 1
-    assert json.loads(plan.read_text())["spec"]["backend"] == "flash"
+    assert f"Next:   attnzoo recover {saved} --plan {plan} ..." in printed
+    data_of_plan = json.loads(plan.read_text())
+    assert data_of_plan["spec"]["backend"] == "flash"
+    assert len(data_of_plan["chosen"]) == 2  # of three layers
     steps = ["--transfer-steps", 1, "--max-steps", 1, "--per-device-train-batch-size", 2]
     steps += ["--transfer-target", "attention", "--extras-learning-rate", 0.01]
     given = ["recover", saved, "--data", text, "--max-length", 48, "--output-dir", out]
@@ -363,7 +365,6 @@ def test_mistakes_of_what_measures(monkeypatch, capsys, tmp_path, arguments, mes
     [
         ("plan", "--rows", "0"),
         ("plan", "--rows", "-1"),
-        ("plan", "--window", "0"),
         ("heads", "--rows", "0"),
         ("memory", "--batch-size", "0"),
     ],

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from attnzoo.commands.options import Attentions, Model, specs_of
+from attnzoo.commands.options import Attentions, Model, parse_size, specs_of
 from attnzoo.commands.terminal import AsJson, console, problems
 from attnzoo.report.live import show_status
 
@@ -67,7 +67,6 @@ def memory(
     from attnzoo.evaluation.memory import MemoryEstimator
     from attnzoo.hf.saving.dtype import dtype_name, saved_dtype
     from attnzoo.report.format import format_length
-    from attnzoo.training.budget import parse_size
 
     limit = parse_size(fit, "--fit") if fit else None
     tokens = parse_size(max_length, "--max-length")

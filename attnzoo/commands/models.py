@@ -162,13 +162,12 @@ def convert(
 def _read_plan(plan: Path | None, recurrent: str | None) -> tuple[Any, str | None]:
     """Return the spec of ``--plan``, and the recurrent layers of it or of ``--recurrent``."""
     from attnzoo.training.plan import read_plan
-    from attnzoo.training.student_plan import read_recurrent
 
     if plan is None:
         return None, recurrent
-    planned = read_recurrent(plan)
-    if planned is None:
-        return read_plan(plan)[0], recurrent
+    planned, _ = read_plan(plan)
+    if not isinstance(planned, str):
+        return planned, recurrent
     if recurrent is not None:
         raise SpecError(f"{str(plan)!r} has the recurrent layers; leave --recurrent out")
     return None, planned

@@ -12,12 +12,16 @@ from typing import Annotated, Any
 
 import typer
 
-from attnzoo.errors import SpecError
+from attnzoo.errors import ConfigError, SpecError
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")
 # Weights in formats that transformers reads only when it is asked to
 OTHER_FORMATS = ("*.h5", "*.msgpack", "*.ot", "*.onnx*", "*.gguf", "*.tflite", "*.mlpackage/*")
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+UNITS = {
+    **{"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "k": 2**10, "m": 2**20},
+    **{"kb": 10**3, "mb": 10**6, "gb": 10**9},
+}
 
 
 def model_folder(name: str | Path) -> Path:
@@ -104,6 +108,23 @@ def specs_of(attention: list[str], presets: Callable[[list[str]], list[Any]]) ->
 def split(text: str) -> list[str]:
     """Return the parts of a list that is separated by commas."""
     return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def parse_size(text: str, option: str) -> int:
+    """Return the number in a text with a unit, such as 64KiB or 1.5MiB, or 16k for tokens.
+
+    Args:
+        text: The text.
+        option: Name of the option, for the error.
+
+    Raises:
+        ConfigError: The text is not a size above 0.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
+    size = int(float(found[1]) * UNITS[found[2]]) if found and found[2] in UNITS else 0
+    if size < 1:
+        raise ConfigError(f"{option} must be a size such as 1MiB, 64KiB or 16k, got {text!r}")
+    return size
 
 
 Model = Annotated[

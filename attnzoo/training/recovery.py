@@ -36,7 +36,6 @@ from attnzoo.hf.swap.convert import original_attention, restore, swap
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.arguments import RecoveryArguments
 from attnzoo.training.callbacks import BestState, HeadEntropy
-from attnzoo.training.candidates import token_divergence
 from attnzoo.training.data import load_rows
 from attnzoo.training.distil import (
     Teacher,
@@ -48,7 +47,7 @@ from attnzoo.training.distil import (
 from attnzoo.training.encoder import load_texts
 from attnzoo.training.evaluator import EncoderEvaluator, Evaluator
 from attnzoo.training.loading import load_causal, load_model
-from attnzoo.training.plan import weights_fingerprint
+from attnzoo.training.planner import token_divergence, weights_fingerprint
 from attnzoo.training.reuse import reuse_transfer
 from attnzoo.training.run_folder import RunFolder, save_model
 from attnzoo.training.trainer import (

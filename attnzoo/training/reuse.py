@@ -1,4 +1,4 @@
-"""Reuse of transferred layers: by a run of another plan, and to rank layers after transfer.
+"""Reuse of transferred layers by a run of another plan.
 
 Transfer trains every layer on softmax's inputs, so what a layer learned does not depend on which
 other layers are swapped.
@@ -12,11 +12,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from attnzoo.errors import SpecError
-from attnzoo.hf.names import NAME
-from attnzoo.spec import AttentionSpec
-from attnzoo.training.candidates import options_text
-from attnzoo.training.loading import load_causal, load_model
-from attnzoo.training.plan import Transferred, weights_fingerprint
+from attnzoo.training.loading import load_model
+from attnzoo.training.planner import weights_fingerprint
 from attnzoo.training.transfer import swapped_layers, trainable_layers
 
 
@@ -56,30 +53,3 @@ def reuse_transfer(model: PreTrainedModel, folder: Path, weights: str) -> list[s
             "of this swap; leave transfer_from out"
         )
     return names
-
-
-def read_transferred(folder: Path) -> Transferred:
-    """Return the layers of a saved swap that has one attention in all layers.
-
-    Args:
-        folder: A run of ``attnzoo recover`` with transfer only.
-
-    Raises:
-        SpecError: The layers have different attentions, or nothing to train.
-    """
-    model: Any = load_causal(folder, None)
-    layers = swapped_layers(model)
-    spec = AttentionSpec.from_dict(getattr(model.config, NAME))
-    if spec.layers or spec.else_ is not None or set(trainable_layers(model)) != set(layers):
-        raise SpecError(
-            f"{str(folder)!r} does not have one attention with parameters in all layers; transfer "
-            "all layers first: attnzoo recover DIR --attention NAME --max-steps 0"
-        )
-    entry = spec.default
-    return Transferred(
-        folder=str(folder),
-        name=f"{entry.backend}:{options_text(entry.options)}".rstrip(":"),
-        spec=AttentionSpec.from_dict(entry.to_dict()),
-        weights=weights_fingerprint(model),
-        states={name: backend.state_dict() for name, backend in layers.items()},
-    )

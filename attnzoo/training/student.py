@@ -39,7 +39,7 @@ from attnzoo.hf.stock.recurrent import CLASSES, recurrent_layers, recurrent_numb
 from attnzoo.training.arguments import RecoveryArguments
 from attnzoo.training.distil import Teacher, other_teacher, predictions
 from attnzoo.training.evaluator import CONTROL
-from attnzoo.training.plan import weights_fingerprint
+from attnzoo.training.planner import weights_fingerprint
 from attnzoo.training.recovery import Log, Recovery
 from attnzoo.training.trainer import LogitDistillationTrainer, TransferTrainer
 

@@ -19,8 +19,9 @@ from attnzoo.errors import AttnzooError
 from attnzoo.evaluation import generation
 from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.report import page
+from attnzoo.spec import format_backend
 from attnzoo.training import recovery
-from attnzoo.training.candidates import CANDIDATE_BACKENDS, options_text, preset_candidates
+from attnzoo.training.plan import preset_candidates
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = (
@@ -43,11 +44,9 @@ def examples():
 
 def swaps():
     """Return the swaps as ``--attention`` takes them: presets of every backend, and examples."""
-    presets = [
-        f"{spec.default.backend}:{options_text(spec.default.options)}".rstrip(":")
-        for spec in default_specs(None)
-    ]
-    return list(dict.fromkeys([*presets, *preset_candidates(CANDIDATE_BACKENDS), *examples()]))
+    entries = [spec.default for spec in default_specs(None)]
+    presets = [format_backend(entry.backend, entry.options) for entry in entries]
+    return list(dict.fromkeys([*presets, *preset_candidates(), *examples()]))
 
 
 SWAPS = swaps()

@@ -7,8 +7,8 @@ import typer
 
 from attnzoo import AttentionSpec
 from attnzoo.commands.option_docs import backend_docs
-from attnzoo.commands.options import model_folder, spec_of, specs_of
-from attnzoo.errors import SpecError
+from attnzoo.commands.options import model_folder, parse_size, spec_of, specs_of
+from attnzoo.errors import ConfigError, SpecError
 from attnzoo.registry import available_backends
 
 
@@ -82,3 +82,11 @@ def test_an_id_of_the_hub_is_a_folder(tmp_path, monkeypatch):
 def test_an_unknown_id_is_refused():
     with pytest.raises(typer.BadParameter, match=r"org/missing' is no folder, and no model"):
         model_folder("org/missing")
+
+
+def test_sizes():
+    given = ("10", "64KiB", "1.5 MiB", "16k", "2GiB")
+    assert [parse_size(x, "--x") for x in given] == [10, 2**16, 3 * 2**19, 2**14, 2**31]
+    for wrong in ("", "MiB", "-1", "0", "3 apples", "1e3"):
+        with pytest.raises(ConfigError, match="--cache-bytes must be a size such as 1MiB"):
+            parse_size(wrong, "--cache-bytes")

@@ -16,8 +16,7 @@ from attnzoo.compare.run import read_model_info
 from attnzoo.evaluation.decoding import layer_bytes
 from attnzoo.evaluation.equal_memory import equal_window, saved_cache_bytes
 from attnzoo.evaluation.models import spec_label
-from attnzoo.evaluation.rows import Rows
-from attnzoo.training.plan import Planner
+from attnzoo.training.planner import SwapPlanner
 
 
 def save(path, dtype, config=None, layers=3):
@@ -109,16 +108,13 @@ def test_bytes_are_those_allocated(half, spec):
 def test_all_that_count_bytes_give_those_allocated(half, name, length):
     """Of a model in bfloat16: what plan, memory, compare and the window of equal memory count."""
     spec = SPECS[name]
-    model = hf.AutoModelForCausalLM.from_pretrained(half, dtype=torch.float32)  # as plan loads it
-    rows = torch.zeros(1, 9, dtype=torch.long)
-    planner = Planner(model, Rows.of_documents(rows), {"x": spec}, dtype=torch.bfloat16)
     (case,) = make_cases(
         *([spec], [length]),
         **{"levels": ["model"], "mode": "decode", "tokens": 0, "batch": None},
         **{"dtype": "float32", "device": "cpu"},
     )
     found = {
-        "plan": sum(planner.cache_sizes(spec, length).values()),
+        "plan": sum(saved_cache_bytes(half, spec, length).values()),
         "memory": attnzoo.estimate_memory(half, spec, length=length).cache,
         "compare": cache_size(case, read_model_info(str(half))),
         "equal memory": equal_window(half, spec, length).swap_bytes,
@@ -173,7 +169,7 @@ def test_plans_keep_the_limit_of_the_cache_in_use(half, tmp_path, monkeypatch, c
         spec = json.loads(out.read_text())["spec"]
         assert len(spec.get("layers", ())) == swapped
         assert allocated(half, AttentionSpec.from_dict(spec), 400) <= share * limit
-    monkeypatch.setattr(Planner, "__init__", None)  # nothing is measured
+    monkeypatch.setattr(SwapPlanner, "__init__", None)  # nothing is measured
     assert plan(899)
     assert "The smallest candidates use" in capsys.readouterr().err
 

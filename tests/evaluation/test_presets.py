@@ -10,7 +10,7 @@ from attnzoo.evaluation.models import spec_label
 from attnzoo.evaluation.presets import PRESETS, preset_options
 from attnzoo.registry import get_backend
 from attnzoo.tasks import run as tasks
-from attnzoo.training.candidates import preset_candidates
+from attnzoo.training.plan import preset_candidates
 
 USE_CASES = {"short", "long", "bidirectional", "from_scratch", "recovery", "tiny"}
 DEMO = [

@@ -10,10 +10,9 @@ import attnzoo
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.rows import Rows
 from attnzoo.registry import build_backend
-from attnzoo.training.candidates import with_window
-from attnzoo.training.plan import Planner
+from attnzoo.training.plan import make_plan, read_transferred
+from attnzoo.training.planner import SwapPlanner
 from attnzoo.training.recover import recover
-from attnzoo.training.reuse import read_transferred
 from tests.training.short_runs import arguments
 
 OPTIONS = {"feature_map": "hedgehog", "window": 4}
@@ -95,11 +94,11 @@ def test_a_plan_ranks_layers_after_transfer(saved, transferred, tmp_path):
     found = read_transferred(tmp_path)
     raw = hf.AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
     exact = raw(rows).logits.double().log_softmax(-1)
-    planner = Planner(raw, Rows.of_documents(rows), {}, transferred=found)
-    for measure in planner.measure():
+    planner = SwapPlanner(raw, Rows.of_documents(rows), found)
+    for measure in planner.measure([0, 1], [found.name]):
         for swapped, kl in (
-            ([measure.layer], measure.alone[found.name]),
-            ([1 - measure.layer], measure.restored[found.name]),
+            ([measure["layer"]], measure["alone"][found.name]),
+            ([1 - measure["layer"]], measure["restored"][found.name]),
         ):
             model = hf.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
             for number, layer in enumerate(model.model.layers):
@@ -109,9 +108,7 @@ def test_a_plan_ranks_layers_after_transfer(saved, transferred, tmp_path):
             logits = model(rows, use_cache=False).logits.double().log_softmax(-1)
             expected = float((exact.exp() * (exact - logits)).sum(-1).mean())
             assert kl == pytest.approx(expected, rel=1e-3)
-    raw_kl = Planner(raw, Rows.of_documents(rows), {found.name: found.spec}).divergence(
-        {0: found.name}
-    )
+    raw_kl = SwapPlanner(raw, Rows.of_documents(rows)).divergence({0: found.name})
     assert (
         abs(raw_kl - planner.divergence({0: found.name})) > 2e-3 * raw_kl
     )  # beyond the tolerance above
@@ -130,29 +127,17 @@ def test_plan_from_a_run_by_the_command(
     assert plan["transfer_from"] == str(transferred)
     shown = " ".join(capsys.readouterr().out.split())
     assert f"--transfer-from {transferred}" in shown
-    assert "windows of 4, 16 tokens" in shown
 
 
 def test_untrained_layers_are_not_compared_with_trained_ones(saved, transferred, text, tmp_path):
     rows = torch.randint(3, 300, (2, 40))
-    model = hf.AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
-    untrained = {"delta": attnzoo.AttentionSpec("delta", window=4)}
-    with pytest.raises(SpecError, match="'delta' has parameters that are not trained"):
-        Planner(
-            model, Rows.of_documents(rows), untrained, transferred=read_transferred(transferred)
-        )
-    assert not hasattr(model.config, "attnzoo")
+    found = read_transferred(transferred)
+    with pytest.raises(SpecError, match="'delta:window=4' has parameters that are not trained"):
+        make_plan(saved, Rows.of_documents(rows), ["delta:window=4"], transferred=found)
+    with pytest.raises(SpecError, match="has other weights than the model"):
+        make_plan(saved, Rows.of_documents(rows), [], transferred=found._replace(weights="0"))
     part = tmp_path / "part"
     spec = attnzoo.AttentionSpec("gated_linear", layers={"1": "flash"}, **OPTIONS)
     recover(saved, spec, [text], config(part, transfer_steps=0))
     with pytest.raises(SpecError, match="does not have one attention with parameters in all"):
         read_transferred(part)
-
-
-def test_candidates_get_one_window():
-    spec = attnzoo.AttentionSpec("gated_linear", **OPTIONS)
-    name, changed = with_window("gated_linear:window=4", spec, 8)
-    assert name == "gated_linear:feature_map=hedgehog,window=8"
-    assert changed.default.options == {"feature_map": "hedgehog", "window": 8}
-    without = attnzoo.AttentionSpec("linear")
-    assert with_window("linear", without, 8) == ("linear", without)

@@ -190,9 +190,8 @@ def continued(folder, spec, prompts):
 
 def test_no_plan_is_made_of_a_window_as_long_as_documents(data, gpt2):
     rows = load_rows(gpt2, [data], RowOptions(max_length=LENGTH))[0].select([0, 1])
-    spec = attnzoo.AttentionSpec("longformer", window=128)
     with pytest.raises(SpecError, match=r"reads every key of documents of at most 1\d\d tokens"):
-        make_plan(gpt2, rows, {"wide": spec}, target_length=160)
+        make_plan(gpt2, rows, ["longformer:window=128"], target_length=160)
 
 
 def test_commands_with_a_text_measure_documents(data, gpt2, attnzoo_command, tmp_path, monkeypatch):

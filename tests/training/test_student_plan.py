@@ -30,6 +30,10 @@ def pairs(tmp_path_factory):
     return places
 
 
+def recurrent(*numbers):
+    return dict.fromkeys(numbers, "recurrent")
+
+
 def logits_of(folders, to, numbers, tokens=TOKENS):
     """Return the logits of a student with some recurrent layers, whose weights are copied."""
     converted = attnzoo.convert(
@@ -47,24 +51,24 @@ def test_the_divergence_is_that_of_a_student_with_these_layers(folders, to):
         exact = load(folders / "teacher")(TOKENS).logits.double().log_softmax(-1)
     teacher, student = load(folders / "teacher"), attnzoo.speed_up(load(folders / "student"))
     planner = StudentPlanner(teacher, student, ROWS)
-    for numbers in ([0], [2], [0, 2]):
+    for numbers in ([0], [0, 2]):
         expected = (exact.exp() * (exact - logits_of(folders, to, numbers))).sum(-1).mean()
-        assert planner.divergence(numbers) == pytest.approx(float(expected), rel=1e-4)
+        assert planner.divergence(recurrent(*numbers)) == pytest.approx(float(expected), rel=1e-4)
     with torch.no_grad():
         torch.testing.assert_close(teacher(TOKENS).logits.double().log_softmax(-1), exact)
 
 
-def test_documents_of_a_row_are_measured_alone(folders, to):
+def test_documents_of_a_row_are_measured_alone(one_pair):
     positions = torch.cat([torch.arange(17), torch.arange(23)]).expand(2, -1)
     rows = Rows(tokens=TOKENS[:2], positions=positions, bytes_per_token=1.0)
-    teacher, student = load(folders / "teacher"), attnzoo.speed_up(load(folders / "student"))
+    teacher, student = load(one_pair / "teacher"), attnzoo.speed_up(load(one_pair / "student"))
     expected = []
     for tokens in rows.documents():
         with torch.no_grad():
             exact = teacher(tokens[None]).logits.double().log_softmax(-1)
-        found = logits_of(folders, to, [0, 2], tokens[None])
+        found = logits_of(one_pair, "qwen3_5_text", [0, 2], tokens[None])
         expected.append((exact.exp() * (exact - found)).sum(-1)[0])
-    found = StudentPlanner(teacher, student, rows).divergence([0, 2])
+    found = StudentPlanner(teacher, student, rows).divergence(recurrent(0, 2))
     assert found == pytest.approx(float(torch.cat(expected).mean()), rel=1e-5)
 
 
@@ -75,11 +79,14 @@ def test_the_layers_are_chosen_greedily(one_pair):
     )
     teacher, student = load(one_pair / "teacher"), attnzoo.speed_up(load(one_pair / "student"))
     planner = StudentPlanner(teacher, student, ROWS)
-    pairs = {x: planner.divergence(x) for x in itertools.combinations(range(3), 2)}
-    assert tuple(plan.recurrent) == min(pairs, key=pairs.get)
+    pairs = {x: planner.divergence(recurrent(*x)) for x in itertools.combinations(range(3), 2)}
+    assert tuple(plan.chosen) == min(pairs, key=pairs.get)
+    assert plan.recurrent == ",".join(map(str, plan.chosen))
     assert plan.divergence == pytest.approx(min(pairs.values()), rel=1e-6)
-    assert plan.restored == pytest.approx({2: pairs[0, 1], 1: pairs[0, 2], 0: pairs[1, 2]})
-    assert plan.alone == pytest.approx({n: planner.divergence([n]) for n in range(3)})
+    for n, others in ((2, (0, 1)), (1, (0, 2)), (0, (1, 2))):
+        assert plan.layers[n]["restored"]["recurrent"] == pytest.approx(pairs[others])
+        alone = planner.divergence(recurrent(n))
+        assert plan.layers[n]["alone"]["recurrent"] == pytest.approx(alone)
 
 
 @pytest.mark.parametrize("keep", [0, 4])
@@ -100,15 +107,16 @@ def test_a_distilled_student_is_refused(one_pair, tmp_path):
         plan_student(one_pair / "teacher", tmp_path, ROWS, **QWEN)
 
 
-def test_command(folders, to, text, tmp_path, attnzoo_command, capsys):
+def test_command(one_pair, text, tmp_path, attnzoo_command, capsys):
     """The plan converts without another option."""
     plan, out = tmp_path / "plan.json", tmp_path / "out"
-    run = ("--to", to, "--from", folders / "student", "--keep-softmax", 0.5)
+    to = ("--to", "qwen3_5_text")
+    run = (*to, "--from", one_pair / "student", "--keep-softmax", 0.5)
     given = ("--data", text, "--max-length", 64, "--rows", 2)
-    attnzoo_command("plan", folders / "teacher", *run, *given, "--output-file", plan)
+    attnzoo_command("plan", one_pair / "teacher", *run, *given, "--output-file", plan)
     layers = json.loads(plan.read_text())["recurrent"]
-    assert f"--plan {plan} --output-dir STUDENT" in capsys.readouterr().out
-    convert = ("convert", folders / "teacher", "--to", to, "--plan", plan)
+    assert f"--plan {plan} --output-dir NEW" in capsys.readouterr().out
+    convert = ("convert", one_pair / "teacher", *to, "--plan", plan)
     attnzoo_command(*convert, "--output-dir", out)
     kinds = hf.AutoConfig.from_pretrained(out).layer_types
     assert [str(n) for n, x in enumerate(kinds) if x == "linear_attention"] == layers.split(",")
