@@ -66,7 +66,7 @@ def recover(
             hub = HfApi()
             repo = hub.create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id
     if teacher is not None:
-        results = StudentRecovery(path, None, paths, args, log, Path(teacher)).run()
+        results = StudentRecovery(path, None, paths, args, log, teacher=Path(teacher)).run()
     else:
         kind = EncoderRecovery if is_encoder(path) else Recovery
         results = kind(path, spec, paths, args, log, weights).run()

@@ -15,10 +15,10 @@ et al., 2025, arXiv:2505.03005 (RADLADS). Other letters: M hidden size, Hkv key 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -32,22 +32,21 @@ from attnzoo.hf.configs import read_field, set_dropout
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.models.speed_up import speed_up
 from attnzoo.hf.names import NAME
-from attnzoo.hf.pretrained import build_model, load_pretrained
-from attnzoo.hf.saving.files import read_config
+from attnzoo.hf.pretrained import load_pretrained
+from attnzoo.hf.saving.files import empty_model, read_config
 from attnzoo.hf.stock.layer_inputs import softmax_layer
 from attnzoo.hf.stock.recurrent import CLASSES, recurrent_layers, recurrent_numbers
-from attnzoo.training.arguments import RecoveryArguments
 from attnzoo.training.distil import Teacher, other_teacher, predictions
 from attnzoo.training.evaluator import CONTROL
 from attnzoo.training.planner import weights_fingerprint
-from attnzoo.training.recovery import Log, Recovery
+from attnzoo.training.recovery import Recovery
 from attnzoo.training.trainer import LogitDistillationTrainer, TransferTrainer
 
 TRANSFER_RATE = 3e-3
 
 
 def recurrent_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a student's recurrent layers, by name."""
+    """Return the parameters of a student's recurrent layers by layer and name."""
     return {
         f"{number}.{name}": p
         for number, layer in recurrent_layers(model).items()
@@ -55,43 +54,37 @@ def recurrent_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
+class StudentTrainer(LogitDistillationTrainer):
+    """Distillation in which ``extras_learning_rate`` is that of recurrent layers."""
+
+    def is_added(self, name: str) -> bool:
+        """Return whether a parameter is that of a recurrent layer."""
+        return f".{CLASSES[self.model.config.model_type].part}." in name
+
+
 class StudentRecovery(Recovery):
     """Recovery of a student of a stock class.
 
     Args:
-        path: Folder of the student.
-        spec: ``None``.
-        data: As of :func:`~attnzoo.training.recover.recover`.
-        args: The same.
-        log: The same.
+        run: The arguments of :class:`~attnzoo.training.recovery.Recovery`; no spec.
         teacher: Folder of the model that the student was converted from.
 
     Raises:
         AttnzooError: An argument is invalid, or the two models do not match.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        spec: None,
-        data: list[Path],
-        args: RecoveryArguments,
-        log: Log,
-        teacher: Path,
-    ) -> None:
-        require_student_settings(args)
-        require_pair(path, teacher)
-        self.teacher: Any = load_pretrained(AutoModelForCausalLM, teacher, dtype=torch.float32)
-        self.teacher.requires_grad_(False).eval()
-        super().__init__(path, spec, data, args, log)
+    trainer_class = StudentTrainer
+
+    def __init__(self, *run: Any, teacher: Path) -> None:
+        self.teacher_path = teacher
+        super().__init__(*run)
 
     def check_arguments(self) -> None:
-        """Raise an error if weights are sharded."""
-        if self.args.fsdp or self.args.deepspeed:
-            raise SpecError(
-                "FSDP and DeepSpeed do not shard a student and its teacher; use "
-                "DistributedDataParallel (torchrun without a sharding config)"
-            )
+        """Raise an error for arguments that do not suit a student; load its teacher."""
+        require_student_settings(self.args)
+        require_pair(self.path, self.teacher_path)
+        self.teacher = load_pretrained(AutoModelForCausalLM, self.teacher_path, dtype=torch.float32)
+        self.teacher.requires_grad_(False).eval()
 
     def more(self) -> dict[str, Any]:
         """Return the fingerprint of the teacher's weights."""
@@ -102,10 +95,10 @@ class StudentRecovery(Recovery):
         config = read_config(self.path)
         if self.args.disable_dropout:
             set_dropout(config)
-        options["config"] = config
-        model: PreTrainedModel = load_pretrained(AutoModelForCausalLM, self.path, **options)
+        model: Any = load_pretrained(AutoModelForCausalLM, self.path, config=config, **options)
         model.register_forward_pre_hook(separate_documents, with_kwargs=True)
-        return speed_up(model)
+        found: PreTrainedModel = speed_up(model)
+        return found
 
     def evaluate_baselines(self) -> None:
         """Evaluate the teacher, the student before training, and windows in the teacher."""
@@ -124,9 +117,8 @@ class StudentRecovery(Recovery):
         if not args.transfer_steps:
             self.log("transfer is skipped: 0 steps")
             return model
-        rate = args.transfer_learning_rate or TRANSFER_RATE
+        rates = args.transfer_learning_rate or TRANSFER_RATE, 1.0
         transfer = StudentTransfer(model, self.teacher)
-        rates = rate, 1.0
         return self.train(
             TransferTrainer, model, "transfer", rates, self.load_model, transfer=transfer
         )
@@ -134,18 +126,6 @@ class StudentRecovery(Recovery):
     def output_added(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """Return the parameters of the recurrent layers."""
         return recurrent_parameters(model)
-
-    def prepare(self, model: Any) -> Any:
-        """Return the student, whose trained parameters are free."""
-        added = {id(p) for p in recurrent_parameters(model).values()}
-        for p in model.parameters():
-            p.requires_grad_(self.args.train == "full" or id(p) in added)
-        return model
-
-    @property
-    def trainer_class(self) -> Any:  # type: ignore[override]
-        """The trainer, whose added parameters are those of the recurrent layers."""
-        return StudentTrainer
 
     def make_teacher(self, model: Any, chunk: int | None = None) -> Teacher:
         """Return the function that computes the teacher's predictions."""
@@ -160,32 +140,20 @@ class StudentRecovery(Recovery):
         return {"student": {"class": config.model_type, "layer_types": config.layer_types}}
 
 
-class StudentTrainer(LogitDistillationTrainer):
-    """Distillation in which ``extras_learning_rate`` is that of recurrent layers."""
-
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Return the optimizer, with a group for each rate and decay."""
-        numbers = recurrent_layers(self.model)
-        own = {id(p) for x in numbers.values() for p in x.parameters()}
-        self.names = {n for n, p in self.model.named_parameters() if id(p) in own}
-        return super().create_optimizer(model)
-
-    def is_added(self, name: str) -> bool:
-        """Return whether a parameter is that of a recurrent layer."""
-        return name in self.names
-
-
 def require_student_settings(config: Any) -> None:
     """Raise for a setting that recovery from another model does not have.
 
     Raises:
         ConfigError: There is one.
     """
+    float32 = "recurrent layers are trained, which need float32"
     unset = {
         "transfer_from": (None, "each student has a transfer of its own"),
         "transfer_target": ("output", "a recurrent layer of a stock class has no weights of keys"),
         "cross_entropy": (0.0, "the teacher is not tuned on the text"),
-        "dtype": ("float32", "recurrent layers are trained, which need float32"),
+        "cp_size": (1, "a recurrent layer of a stock class cannot split a row over processes"),
+        "dtype": ("float32", float32),
+        "load_in_4bit": (False, float32),
     }
     for name, (value, reason) in unset.items():
         if getattr(config, name) != value:
@@ -198,10 +166,10 @@ def require_student_settings(config: Any) -> None:
             "train='lora' has no adapters for the recurrent layers of a stock class; give "
             "'full', or 'extras' to train the recurrent layers alone"
         )
-    if config.cp_size > 1:
-        raise ConfigError(
-            f"cp_size={config.cp_size} splits rows over processes, which a recurrent layer "
-            "of a stock class does not support; leave it out, or give shorter rows"
+    if config.fsdp or config.deepspeed:
+        raise SpecError(
+            "FSDP and DeepSpeed do not shard a student and its teacher; use "
+            "DistributedDataParallel (torchrun without a sharding config)"
         )
 
 
@@ -225,10 +193,7 @@ def require_pair(student: Path, teacher: Path) -> None:
                 "teacher"
             )
     numbers = recurrent_numbers(one)
-    with torch.device("meta"):
-        model = build_model(AutoModelForCausalLM, one)
-        original = build_model(AutoModelForCausalLM, other)
-    if not recurrent_layers(model):
+    if not numbers or one.model_type not in CLASSES:
         raise SpecError(
             f"{str(student)!r} holds a {one.model_type} without recurrent layers that a teacher "
             f"could train; `attnzoo convert DIR --to CLASS --recurrent LAYERS` writes one, of the "
@@ -241,9 +206,8 @@ def require_pair(student: Path, teacher: Path) -> None:
                 f"The student has {name}={values[0]}, and the teacher {values[1]}: give the model "
                 "that the student was converted from"
             )
-    known = {x.geometry.layer: x for x in attention_layers(original)}
-    missing = [n for n in numbers if n not in known]
-    if missing:
+    known = {x.geometry.layer for x in attention_layers(empty_model(teacher))}
+    if missing := [n for n in numbers if n not in known]:
         raise SpecError(
             f"The teacher, a {other.model_type}, has no softmax attention in layer {missing[0]}, "
             "which is recurrent in the student; give the model that it was converted from"
@@ -298,14 +262,7 @@ def separate_documents(
     return args, kwargs | {"attention_mask": seam.document_masks(model, positions)}
 
 
-class Attended(NamedTuple):
-    """What an attention layer of the teacher gets and returns, ``[B, T, M]`` each."""
-
-    hidden: Tensor
-    out: Tensor
-
-
-class StudentTransfer:
+class StudentTransfer(ExitStack):
     """Context in which recurrent layers of a student run on the teacher's hidden states.
 
     They return the teacher's outputs, so that the layers after them get these too, and record
@@ -317,61 +274,39 @@ class StudentTransfer:
     """
 
     def __init__(self, model: nn.Module, teacher: nn.Module) -> None:
+        super().__init__()
         self.model, self.teacher = model, teacher
         self.step = 0
-        self.attended: dict[int, Attended] = {}
+        self.attended: dict[int, tuple[Tensor, Tensor]] = {}  # input and output, [B, T, M] each
         self.errors: dict[int, Tensor] = {}
 
     def __enter__(self) -> Self:
-        """Register the hooks."""
-        self.handles: list[Any] = []
+        """Register the hooks, which the exit removes."""
         for number, layer in recurrent_layers(self.model).items():
-            self.handles += [
-                softmax_layer(self.teacher, number).register_forward_hook(
-                    self._keep(number), with_kwargs=True
-                ),
-                layer.register_forward_pre_hook(self._replace_input(number), with_kwargs=True),
-                layer.register_forward_hook(self._replace_output(number)),
-            ]
+            exact = softmax_layer(self.teacher, number)
+            for handle in (
+                exact.register_forward_hook(partial(self._keep, number), with_kwargs=True),
+                layer.register_forward_pre_hook(partial(self._input, number), with_kwargs=True),
+                layer.register_forward_hook(partial(self._output, number)),
+            ):
+                self.callback(handle.remove)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Remove the hooks."""
-        for handle in self.handles:
-            handle.remove()
+    def _keep(self, number: int, layer: Any, args: Any, kwargs: Any, output: Any) -> None:
+        self.attended[number] = (args[0] if args else kwargs["hidden_states"]), output[0]
 
-    def _keep(self, number: int) -> Any:
-        def hook(layer: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-            hidden = args[0] if args else kwargs["hidden_states"]
-            self.attended[number] = Attended(hidden, output[0])
+    def _input(self, number: int, layer: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        others = {name: x for name, x in kwargs.items() if name != "hidden_states"}
+        return (self.attended[number][0], *args[1:]), others
 
-        return hook
-
-    def _replace_input(self, number: int) -> Any:
-        def hook(layer: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-            hidden = self.attended[number].hidden
-            return (hidden, *args[1:]) if args else args, (
-                kwargs if args else {**kwargs, "hidden_states": hidden}
-            )
-
-        return hook
-
-    def _replace_output(self, number: int) -> Any:
-        def hook(layer: Any, args: Any, output: Tensor) -> Tensor:
-            exact = self.attended[number].out
-            error, norm = (output.float() - exact.float()).square(), exact.float().square()
-            # not in the backward pass, where gradient checkpointing repeats the forward pass
-            if torch._C._current_graph_task_id() == -1:
-                least = torch.finfo(torch.float32).tiny
-                self.errors[number] = error.sum() / norm.sum().clamp(min=least)
-            return exact.to(output.dtype)
-
-        return hook
+    def _output(self, number: int, layer: Any, args: Any, output: Tensor) -> Tensor:
+        exact = self.attended[number][1]
+        error, norm = (output.float() - exact.float()).square(), exact.float().square()
+        # not in the backward pass, where gradient checkpointing repeats the forward pass
+        if torch._C._current_graph_task_id() == -1:
+            least = torch.finfo(torch.float32).tiny
+            self.errors[number] = error.sum() / norm.sum().clamp(min=least)
+        return exact.to(output.dtype)
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters of the recurrent layers."""

@@ -17,7 +17,7 @@ from attnzoo.training.distil import model_inputs
 from attnzoo.training.evaluator import Evaluator
 from attnzoo.training.recover import recover
 from attnzoo.training.run_folder import RunError
-from attnzoo.training.student import StudentRecovery, StudentTransfer, equal_window
+from attnzoo.training.student import StudentRecovery, StudentTrainer, StudentTransfer, equal_window
 from tests.byte_tokenizer import save_byte_tokenizer
 from tests.training.short_runs import arguments
 from tests.training.student_pair import NAMES, TEACHERS, load, run_torch_functions, write_pair
@@ -93,6 +93,9 @@ def test_the_loss_of_transfer(folders, to):
     assert with_gradient == {
         f"model.layers.1.{layer_name(to)}.{n}" for n in recurrent_names(student)
     }
+    trainer = SimpleNamespace(model=student)  # distillation has a rate for the same parameters
+    names = [n for n, _ in student.named_parameters() if StudentTrainer.is_added(trainer, n)]
+    assert set(names) == with_gradient
     with torch.no_grad():
         assert not torch.equal(student(tokens).logits, teacher(tokens).logits)  # hooks are gone
 
@@ -200,7 +203,8 @@ REFUSED = {
     "weights": ({"transfer_target": "attention"}, "no weights of keys"),
     "transfer": ({"transfer_from": "x"}, "has a transfer of its own"),
     "type": ({"dtype": "bfloat16", "train": "extras"}, "which need float32"),
-    "split rows": ({"cp_size": 2}, "cp_size=2 splits rows"),
+    "4 bits": ({"load_in_4bit": True, "train": "extras"}, "which need float32"),
+    "split rows": ({"cp_size": 2}, "cp_size=2 does not apply"),
 }
 
 
