@@ -61,7 +61,7 @@ def test_conformance(run):
 @pytest.mark.slow
 def test_demo(run):
     code = (
-        "from attnzoo.demo.run import default_specs; "
+        "from attnzoo.demo import default_specs; "
         "from attnzoo.evaluation.models import spec_label; "
         "print(*map(spec_label, default_specs(None)))"
     )

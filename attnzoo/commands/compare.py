@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +20,6 @@ Lengths = Annotated[str, typer.Option(help="tokens: 1k..64k (doubling) or 512,2k
 OutputDir = Annotated[
     Path, typer.Option(help="folder of results; resumes from earlier results in it")
 ]
-BatchSize = Annotated[int | None, typer.Option(help="rows per call, instead of --tokens")]
 Level = Annotated[str, typer.Option(help="op, model, or all")]
 Dtype = Annotated[
     str | None, typer.Option(help="data type; default: float32 on a CPU, bfloat16 on a GPU")
@@ -33,9 +31,6 @@ MinRunTime = Annotated[
     float, typer.Option(help="seconds of timed calls per case; more is steadier")
 ]
 Timeout = Annotated[float, typer.Option(help="time limit per case in seconds")]
-Memory = Annotated[
-    float | None, typer.Option(help="memory limit per case in GiB; default: 3/4 of the free memory")
-]
 Threads = Annotated[int | None, typer.Option(min=1, help="torch threads; default: all cores")]
 Fresh = Annotated[
     bool, typer.Option(help="set earlier results in --output-dir aside and start over")
@@ -54,7 +49,6 @@ def compare(
     mode: Annotated[str, typer.Option(help="forward, train or decode")] = "forward",
     level: Level = "all",
     tokens: Annotated[int, typer.Option(help="tokens per call; as many rows as fit")] = 4096,
-    batch_size: BatchSize = None,
     dtype: Dtype = None,
     device: Device = None,
     data: Annotated[Path | None, typer.Option(help="text file to measure quality on")] = None,
@@ -62,7 +56,6 @@ def compare(
     max_length: Annotated[int, typer.Option(help="tokens per row for quality")] = 2048,
     min_run_time: MinRunTime = 0.5,
     timeout: Timeout = 60.0,
-    memory: Memory = None,
     threads: Threads = None,
     fresh: Fresh = False,
     as_json: AsJson = False,
@@ -85,7 +78,6 @@ def compare(
         levels=LEVELS if level == "all" else split(level),
         mode=mode,
         tokens=tokens,
-        batch=batch_size,
         dtype=dtype,
         devices=split(device) if device else None,
         text=data,
@@ -93,20 +85,19 @@ def compare(
         quality_length=max_length,
         min_run_time=min_run_time,
         timeout=timeout,
-        memory_gib=memory,
         threads=threads,
         fresh=fresh,
     )
     with show_status(problems if as_json else console) as on_status:
-        rows = run.compare(config, partial(_show_progress, on_status), partial(_log, as_json))
+        log = problems if as_json else console
+        rows = run.compare(config, on_status, partial(log.print, soft_wrap=True))
     missing = run.missing_quality(config, run.read_model_info(config.model))
-    if not as_json:
-        show(console, rows, mode, missing)
     page = write_report(output_dir, rows, mode, missing)
     if as_json:
         print(json.dumps(rows, indent=2))
-    else:
-        _print_files(output_dir / FILE, page)
+        return
+    show(console, rows, mode, missing)
+    _print_files(output_dir / FILE, page)
 
 
 def _print_files(numbers: Path, page: Path | None) -> None:
@@ -146,14 +137,6 @@ def _length(part: str, whole: str) -> int:
             f"from 1 to {format_length(MAX_LENGTH)}, such as 1k..64k (doubling) or 512,2k,3000"
         )
     return value
-
-
-def _log(as_json: bool, text: str) -> None:
-    (problems if as_json else console).print(text, soft_wrap=True)
-
-
-def _show_progress(show: Callable[[str], None], done: int, total: int, name: str) -> None:
-    show(f"{done}/{total}  {name}")
 
 
 def tasks(
@@ -223,11 +206,10 @@ def inspect(
     check_file(output_dir / MAPS, overwrite=overwrite)
     spec = spec_of(attention)
     found = make_maps(str(model), spec, text=data, layer=layer, head=head, tokens=max_length)
-    if not as_json:
-        maps_table(found).print(console)
-        console.print(summary(found[0]), soft_wrap=True, highlight=False)
-    page = write_maps(output_dir, found)
+    page = write_maps(output_dir, found, head)
     if as_json:
         print((output_dir / MAPS).read_text("utf-8"), end="")
-    else:
-        _print_files(output_dir / MAPS, page)
+        return
+    maps_table(found).print(console)
+    console.print(summary(found, head), soft_wrap=True, highlight=False)
+    _print_files(output_dir / MAPS, page)

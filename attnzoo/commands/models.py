@@ -12,6 +12,7 @@ import typer
 from attnzoo.commands.options import Attentions, Model, spec_of, specs_of
 from attnzoo.commands.terminal import AsJson, console, problems
 from attnzoo.errors import SpecError
+from attnzoo.report.live import show_status
 
 if TYPE_CHECKING:
     from attnzoo.hf.describe import Description
@@ -184,27 +185,30 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Compare quality, recall, decoding speed and cache size of every attention in one model."""
-    from attnzoo.demo.report import summary, terminal_table, write_report
-    from attnzoo.demo.run import RESULTS, default_specs, run_demo
+    from attnzoo import demo as made
     from attnzoo.report.charts import WITHOUT_MATPLOTLIB
     from attnzoo.report.output_path import check_folder
 
     check_folder(output_dir)
-    specs = specs_of(attention or ["all"], default_specs)
-    log = problems if as_json else console
-    results = run_demo(
-        model=model, text=data, out=output_dir, specs=specs, quick=quick, console=log
-    )
+    specs = specs_of(attention or ["all"], made.default_specs)
+    with show_status(problems if as_json else console) as show:
+        results = made.run_demo(
+            model=model,
+            text=data,
+            out=output_dir,
+            specs=specs,
+            quick=quick,
+            on_progress=show,
+        )
+    page = made.write_report(output_dir, results)
     if as_json:
-        write_report(output_dir, results)
-        print((output_dir / RESULTS).read_text("utf-8"), end="")
+        print((output_dir / made.RESULTS).read_text("utf-8"), end="")
         return
-    terminal_table(results).print(console)
+    made.results_table(results).print(console)
     for result in results:
         if result.refused:
             message = f"{result.label} is not supported: {result.refused}"
             console.print(message, soft_wrap=True, markup=False)
-    console.print(summary(results))
-    console.print(f"Numbers: {output_dir / RESULTS}")
-    page = write_report(output_dir, results)
+    console.print(made.summary(results))
+    console.print(f"Numbers: {output_dir / made.RESULTS}")
     console.print(f"Report:  {page}" if page else WITHOUT_MATPLOTLIB, markup=False)

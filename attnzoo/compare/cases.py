@@ -78,7 +78,6 @@ def make_cases(
     levels: Sequence[str],
     mode: str,
     tokens: int,
-    batch: int | None,
     dtype: str,
     device: str,
 ) -> list[CostCase]:
@@ -90,11 +89,10 @@ def make_cases(
         levels: Subset of ``LEVELS``.
         mode: One of ``MODES``.
         tokens: Tokens per call; B is as many rows as fit, at least one. Decoding uses one row.
-        batch: B, instead of ``tokens``.
         dtype: Data type of weights and inputs.
         device: Device.
     """
-    rows = {n: batch or (1 if mode == "decode" else max(1, tokens // n)) for n in lengths}
+    rows = {n: 1 if mode == "decode" else max(1, tokens // n) for n in lengths}
     named = [(spec_label(spec), spec.to_dict()) for spec in specs]
     return [
         CostCase(

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,10 @@ from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.pretrained import load_pretrained
 from attnzoo.hf.saving.files import model_class, read_config
 from attnzoo.hf.swap.convert import swap
-from attnzoo.report import charts, page
 from attnzoo.report.atomic_write import atomic_write
-from attnzoo.report.charts import Axis, Plot, Series
+from attnzoo.report.charts import Plot, line_plot, matrix_plot
 from attnzoo.report.format import number
-from attnzoo.report.output_path import OutputError, cannot_be_written
+from attnzoo.report.page import Part, write_page
 from attnzoo.report.table import Table
 from attnzoo.spec import AttentionSpec
 
@@ -49,15 +48,14 @@ MEASURE_TEXTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionMaps:
-    """Two attention matrices of the same queries and keys.
+    """The attention matrices of a layer's heads, twice, from the same queries and keys.
 
     Attributes:
-        exact: ``[T, S]``, softmax attention.
-        approximate: ``[T, S]``, the backend's effective matrix.
+        exact: ``[H, T, S]``, softmax attention.
+        approximate: ``[H, T, S]``, the backend's effective matrices.
         tokens: The T tokens as text.
         attention: Name of the backend.
         layer: Index of the layer.
-        head: Index of the head.
     """
 
     exact: Tensor
@@ -65,20 +63,20 @@ class AttentionMaps:
     tokens: list[str]
     attention: str
     layer: int
-    head: int
 
-    def facts(self) -> dict[str, Any]:
-        """Return the statistics of the maps as plain data."""
-        same = self.exact.argmax(1) == self.approximate.argmax(1)
+    def facts(self, head: int) -> dict[str, Any]:
+        """Return the statistics of a head as plain data."""
+        exact, approximate = self.exact[head], self.approximate[head]
+        same = exact.argmax(1) == approximate.argmax(1)
         return {
             "layer": self.layer,
-            "head": self.head,
+            "head": head,
             "attention": self.attention,
-            "tokens": len(self.exact),
-            "difference": round(float(difference(self.exact, self.approximate).mean()), 4),
+            "tokens": len(self.tokens),
+            "difference": round(float(difference(exact, approximate).mean()), 4),
             "same_favourite": round(float(same.float().mean()), 4),
-            "entropy_exact": round(float(entropy(self.exact).mean()), 4),
-            "entropy_approximate": round(float(entropy(self.approximate).mean()), 4),
+            "entropy_exact": round(float(entropy(exact).mean()), 4),
+            "entropy_approximate": round(float(entropy(approximate).mean()), 4),
         }
 
 
@@ -89,15 +87,15 @@ def difference(exact: Tensor, approximate: Tensor) -> Tensor:
 
 def make_maps(
     model: str, spec: AttentionSpec, *, text: Path | None, layer: int, head: int, tokens: int
-) -> list[AttentionMaps]:
-    """Return the maps of a head, followed by those of the other heads of its layer.
+) -> AttentionMaps:
+    """Return the maps of a layer.
 
     Args:
         model: Folder of a saved model, or an embedded one's name.
         spec: The attention to compare with softmax.
         text: File; a held-out file of the standard library for the embedded model.
         layer: Index of the layer.
-        head: Index of the head.
+        head: Index of a head that the layer must have.
         tokens: Number of tokens, from the start of the text; fewer if its first document ends.
 
     Raises:
@@ -126,18 +124,13 @@ def make_maps(
         _weights(loaded, given, torch.tensor([ids]), index)
         for given in (AttentionSpec("softmax"), one_layer)
     )
-    words = [tokenizer.decode([i]) for i in ids]
-    return [
-        AttentionMaps(
-            exact=exact[i],
-            approximate=approximate[i],
-            tokens=words,
-            attention=spec_label(spec),
-            layer=layer,
-            head=i,
-        )
-        for i in (head, *(other for other in range(heads) if other != head))
-    ]
+    return AttentionMaps(
+        exact=exact,
+        approximate=approximate,
+        tokens=[tokenizer.decode([i]) for i in ids],
+        attention=spec_label(spec),
+        layer=layer,
+    )
 
 
 def _first_text(path: Path, text: Path | None, model: str, tokens: int) -> str:
@@ -163,118 +156,88 @@ def _weights(model: PreTrainedModel, spec: AttentionSpec, ids: Tensor, index: in
     return attentions[index][0].float()
 
 
-def summary(maps: AttentionMaps) -> str:
-    """Return how the approximation differs from softmax, as text."""
-    facts = maps.facts()
+def summary(maps: AttentionMaps, head: int) -> str:
+    """Return how the approximation of a head differs from softmax, as text."""
+    facts = maps.facts(head)
     return (
-        f"Layer {maps.layer}, head {maps.head}, {facts['tokens']} tokens: {maps.attention} moves "
+        f"Layer {maps.layer}, head {head}, {facts['tokens']} tokens: {maps.attention} moves "
         f"{facts['difference']:.0%} of the weight to other keys than softmax, and gives the same "
         f"key the largest weight for {facts['same_favourite']:.0%} of the queries. Entropy "
         f"{facts['entropy_exact']:.1f} bits (softmax) and {facts['entropy_approximate']:.1f}."
     )
 
 
-def maps_table(found: Sequence[AttentionMaps]) -> Table:
+def maps_table(maps: AttentionMaps) -> Table:
     """Return the statistics of all heads of the layer as a table."""
     rows = []
-    for maps in sorted(found, key=lambda maps: maps.head):
-        facts = maps.facts()
+    for facts in map(maps.facts, range(len(maps.exact))):
         shares = (f"{facts[name]:.0%}" for name in ("difference", "same_favourite"))
         bits = (number(facts[f"entropy_{name}"], 2) for name in ("exact", "approximate"))
-        rows.append([str(maps.head), *shares, *bits])
+        rows.append([str(facts["head"]), *shares, *bits])
     columns = ["head", "difference", "same top key", "entropy", "approximate"]
-    return Table(columns=columns, rows=rows, title=f"Layer {found[0].layer}, all heads")
+    return Table(columns=columns, rows=rows, title=f"Layer {maps.layer}, all heads")
 
 
-def map_plots(maps: AttentionMaps) -> list[Plot]:
-    """Return both maps, their difference, and the entropy by query."""
-    gap = maps.approximate - maps.exact
+def map_plots(maps: AttentionMaps, head: int) -> list[Plot]:
+    """Return both maps of a head, their difference, and the entropy by query."""
+    pairs = {"softmax": maps.exact[head], maps.attention: maps.approximate[head]}
+    gap = maps.approximate[head] - maps.exact[head]
     bound = float(gap.abs().max()) or 1.0
-    pairs = (("softmax", maps.exact), (maps.attention, maps.approximate))
-    entropies = [
-        Series(name=name, x=range(len(x)), y=entropy(x).tolist(), style=i, kind="plain")
-        for i, (name, x) in enumerate(pairs)
-    ]
-    x, y = Axis(label="key"), Axis(label="query")
-    matrices = [
-        charts.matrix_chart(
-            weights.clamp_min(MIN_WEIGHT).log10().tolist(),
-            x=x,
-            y=y,
-            limits=(math.log10(MIN_WEIGHT), 0.0),
-            color_label="log10 of the weight",
-        )
-        for _, weights in pairs
-    ]
-    change = charts.matrix_chart(
-        gap.tolist(),
-        x=x,
-        y=y,
-        limits=(-bound, bound),
-        colormap="RdBu_r",
-        color_label="weight difference",
+    matrix = partial(matrix_plot, x="key", y="query")
+    texts = (
+        "Rows are queries, columns are keys.",
+        "The effective matrix of the backend, for the same queries and keys.",
     )
-    bits = charts.line_chart(entropies, x=Axis(label="query"), y=Axis(label="bits"))
+    drawn = [
+        matrix(
+            weights.clamp_min(MIN_WEIGHT).log10().tolist(),
+            name=name,
+            title=title,
+            text=text,
+            color="log10 of the weight",
+            limits=(math.log10(MIN_WEIGHT), 0.0),
+        )
+        for name, text, (title, weights) in zip(
+            ("exact", "approximate"), texts, pairs.items(), strict=True
+        )
+    ]
     return [
-        Plot(
-            name="exact",
-            title="Softmax",
-            text="Rows are queries, columns are keys.",
-            figure=matrices[0],
-        ),
-        Plot(
-            name="approximate",
-            title=maps.attention,
-            text="The effective matrix of the backend, for the same queries and keys.",
-            figure=matrices[1],
-        ),
-        Plot(
+        *drawn,
+        matrix(
+            gap.tolist(),
             name="difference",
             title="Difference",
             text="Blue where the approximation has less weight, red where it has more.",
-            figure=change,
+            color="difference",
+            limits=(-bound, bound),
+            colormap="RdBu_r",
         ),
-        Plot(
+        line_plot(
+            {name: dict(enumerate(entropy(x).tolist())) for name, x in pairs.items()},
             name="entropy",
             title="Entropy",
             text="Of each query's weights: 0 bits is one key, 8 bits are 256 keys of equal weight.",
-            figure=bits,
+            x="query",
+            y="bits",
+            scale="linear",
+            log=False,
         ),
     ]
 
 
-def write_maps(out: Path, found: Sequence[AttentionMaps]) -> Path | None:
+def write_maps(out: Path, maps: AttentionMaps, head: int) -> Path | None:
     """Write ``maps.json``, ``maps.html`` and its plots; return ``None`` without matplotlib."""
-    _write_numbers(out / MAPS, {"heads": [maps.facts() for maps in found]})
-    if not charts.can_draw():
-        return None
-    first, table = found[0], maps_table(found)
-    drawn = map_plots(first)
-    body = [
-        page.heading(f"Attention of layer {first.layer}, head {first.head}", 1),
-        page.paragraph(summary(first)),
-        page.plots_html(drawn),
-        page.heading(table.title),
-        table.html(),
-        page.heading("The text"),
-        page.paragraph("".join(first.tokens), muted=True),
-    ]
-    return _write_page(out / "maps.html", "attnzoo inspect", body, drawn)
+    _write_numbers(out / MAPS, {"heads": list(map(maps.facts, range(len(maps.exact))))})
+    parts: list[Part] = [summary(maps, head), *map_plots(maps, head), maps_table(maps)]
+    parts.append("".join(maps.tokens))
+    title = f"Attention of layer {maps.layer}, head {head}"
+    return write_page(out / "maps.html", title, parts)
 
 
 def _write_numbers(path: Path, found: dict[str, Any]) -> None:
     data = {"attnzoo": attnzoo.__version__, **found}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, json.dumps(data, indent=2, allow_nan=False) + "\n")
-    except OSError as error:
-        raise OutputError(cannot_be_written(path.parent, error)) from error
-
-
-def _write_page(path: Path, title: str, body: Sequence[str], drawn: Sequence[Plot]) -> Path:
-    charts.write_pictures(path.parent, drawn)
-    footer = page.footer(f"attnzoo {attnzoo.__version__}")
-    return page.write_page(path, title=title, body=[*body, footer])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(path, json.dumps(data, indent=2, allow_nan=False) + "\n")
 
 
 # -- heads of all layers -------------------------------------------------------------------------
@@ -317,13 +280,11 @@ def _heat_map(found: HeadStudy, measure: str) -> Plot:
     for name in found.layers:
         placed = dict(zip(found.numbers[name], found.measures[measure][name], strict=True))
         rows.append([placed.get(i, float("nan")) for i in range(width)])
-    x, y = (
-        Axis(label=label, ticks={i: str(i) for i in range(0, size, -(-size // 16))})
-        for label, size in (("head", width), ("layer", len(rows)))
-    )
-    figure = charts.matrix_chart(rows, x=x, y=y, color_label=measure)
     text = MEASURE_TEXTS[measure]
-    return Plot(name=measure, title=measure.capitalize(), text=text, figure=figure)
+    title = measure.capitalize()
+    return matrix_plot(
+        rows, name=measure, title=title, text=text, x="head", y="layer", color=measure
+    )
 
 
 def heads_data(found: HeadStudy) -> dict[str, Any]:
@@ -334,12 +295,7 @@ def heads_data(found: HeadStudy) -> dict[str, Any]:
 def write_heads(out: Path, found: HeadStudy) -> Path | None:
     """Write ``heads.json``, ``heads.html`` and its plots; return ``None`` without matplotlib."""
     _write_numbers(out / HEADS, heads_data(found))
-    if not charts.can_draw():
-        return None
-    drawn = [_heat_map(found, measure) for measure in MEASURES]
-    body = [page.heading("Attention heads", 1), page.plots_html(drawn)]
-    for table in (pruning_table(found), heads_table(found)):
-        body += [page.heading(table.title), table.html()]
     layers = ", ".join(f"{i}: {name}" for i, name in enumerate(found.layers))
-    body += [page.heading("Layers"), page.paragraph(layers, muted=True)]
-    return _write_page(out / "heads.html", "attnzoo heads", body, drawn)
+    parts: list[Part] = [_heat_map(found, measure) for measure in MEASURES]
+    parts += [pruning_table(found), heads_table(found), f"Layers: {layers}"]
+    return write_page(out / "heads.html", "Attention heads", parts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -111,7 +111,7 @@ class Workers:
     Args:
         threads: Number of torch threads per process.
         timeout: Time limit of a call in seconds.
-        memory_bytes: Memory limit of a call by device; devices without an entry have no limit.
+        memory_bytes: Memory limit of a call on a CPU; 0 for none.
         preload: Modules that processes import besides this one.
     """
 
@@ -120,7 +120,7 @@ class Workers:
         *,
         threads: int,
         timeout: float,
-        memory_bytes: Mapping[str, int],
+        memory_bytes: int,
         preload: Sequence[str] = (),
     ) -> None:
         self.threads, self.timeout, self.memory_bytes = threads, timeout, memory_bytes
@@ -130,11 +130,11 @@ class Workers:
         self, function: Callable[..., Measured], *arguments: Any, device: str = "cpu"
     ) -> Measured:
         """Return what ``function(*arguments)`` measures in a new process, with its ``status``."""
-        limit = self.memory_bytes.get(device)
+        limit = self.memory_bytes if device == "cpu" else 0
         process = WorkerProcess(modules=self.modules)
         try:
             return process.run(
-                run_limited, function, arguments, self.threads, limit, device, timeout=self.timeout
+                run_limited, function, arguments, self.threads, limit, timeout=self.timeout
             )
         except WorkerTimeout:
             return {"status": TIMED_OUT, "reason": f"it took more than {self.timeout:g} s"}
@@ -147,11 +147,7 @@ class Workers:
 
 
 def run_limited(
-    function: Callable[..., Measured],
-    arguments: tuple[Any, ...],
-    threads: int,
-    memory_bytes: int | None,
-    device: str,
+    function: Callable[..., Measured], arguments: tuple[Any, ...], threads: int, memory_bytes: int
 ) -> Measured:
     """Call a function in this process under a memory limit, and return its result with a status.
 
@@ -159,15 +155,16 @@ def run_limited(
         function: Returns what it measured.
         arguments: Arguments of the function.
         threads: Number of torch threads.
-        memory_bytes: Memory that the process may allocate on the device; ``None`` for no limit.
-        device: Device on which the function runs.
+        memory_bytes: Memory that the process may allocate; 0 for no limit.
     """
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the profiler prints when it starts and stops
     torch.set_num_threads(threads)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    if memory_bytes is not None:
-        limit_memory(memory_bytes, device)
+    if memory_bytes and sys.platform == "linux":  # other systems ignore the limit or lack it
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     try:
         return {"status": OK, **function(*arguments)}
     except NonFiniteError as error:
@@ -184,27 +181,10 @@ def run_limited(
         return {"status": FAILED, "reason": reason[:600]}
 
 
-def limit_memory(memory_bytes: int, device: str) -> None:
-    """Limit what this process can allocate: with RLIMIT_DATA on Linux, with torch on a GPU."""
-    if device != "cpu":
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, memory_bytes / total))
-    elif sys.platform == "linux":  # other systems ignore the limit or lack it
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
-
-
 def free_memory() -> int:
     """Return the bytes of free memory of this machine; 0 if unknown."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable"):
-                    return 1024 * int(line.split()[1])
-        return 0
-    except OSError:
-        names = getattr(os, "sysconf_names", {})
-        if "SC_PHYS_PAGES" not in names:
-            return 0
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError), open("/proc/meminfo", encoding="ascii") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable"):
+                return 1024 * int(line.split()[1])
+    return 0

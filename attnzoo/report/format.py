@@ -18,20 +18,14 @@ def significant(value: float | None, digits: int = 3) -> str:
     return f"{value:.0f}" if "e" in text else text
 
 
-def byte_unit(count: float) -> tuple[int, str]:
-    """Return the largest unit that is not above a number of bytes: its size and its name."""
-    power = 0
-    while count >= 1024 ** (power + 1) and power + 1 < len(BYTE_UNITS):
-        power += 1
-    return 1024**power, BYTE_UNITS[power]
-
-
 def format_bytes(count: float | None) -> str:
     """Format a number of bytes with its unit, such as ``1.5 KiB``; ``None`` as a dash."""
     if count is None:
         return "-"
-    size, unit = byte_unit(count)
-    value = count / size
+    power = 0
+    while count >= 1024 ** (power + 1) and power + 1 < len(BYTE_UNITS):
+        power += 1
+    value, unit = count / 1024**power, BYTE_UNITS[power]
     return f"{value:.0f} {unit}" if value >= 10 or unit == "B" else f"{value:.1f} {unit}"
 
 

@@ -1,65 +1,49 @@
-"""Self-contained HTML pages: text, tables and inline SVG, without scripts or network requests."""
+"""Self-contained HTML pages: text, tables and plots, without scripts or network requests."""
 
 from __future__ import annotations
 
 import html
+from base64 import b64encode
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 
 from attnzoo.report.atomic_write import atomic_write
-from attnzoo.report.charts import Plot, to_svg
+from attnzoo.report.charts import Plot, can_draw
+from attnzoo.report.table import Table
+
+Part = str | Table | Plot | None
 
 
-def write_page(path: Path, *, title: str, body: Sequence[str]) -> Path:
-    """Write an HTML page atomically.
+def write_page(path: Path, title: str, parts: Sequence[Part]) -> Path | None:
+    """Write an HTML page atomically, and its plots as PNG into ``pictures`` beside it.
 
     Args:
         path: File.
-        title: Title of the document.
-        body: HTML elements, in order.
+        title: Heading, and title of the document.
+        parts: Paragraphs, tables and plots, in order; empty ones are left out.
+
+    Returns:
+        The file; ``None`` without matplotlib.
     """
-    folder = files("attnzoo.report")
-    parts = {
-        "style": (folder / "page.css").read_text("utf-8"),
-        "title": html.escape(title),
-        "body": "\n".join(body),
-    }
-    page = Template((folder / "page.html").read_text("utf-8")).substitute(parts)
+    if not can_draw():
+        return None
+    body = "\n".join(_html(part, path.parent) for part in parts if part)
+    template = (files("attnzoo.report") / "page.html").read_text("utf-8")
+    page = Template(template).substitute(title=html.escape(title), body=body)
     atomic_write(path, page)
     return path
 
 
-def heading(text: str, level: int = 2) -> str:
-    """Return a heading element."""
-    return f"<h{level}>{html.escape(text)}</h{level}>"
-
-
-def paragraph(text: str, *, muted: bool = False) -> str:
-    """Return a paragraph element, in a muted colour if asked for."""
-    kind = ' class="muted"' if muted else ""
-    return f"<p{kind}>{html.escape(text)}</p>"
-
-
-def footer(text: str) -> str:
-    """Return a footer element."""
-    return f"<footer>{paragraph(text)}</footer>"
-
-
-def reasons(title: str, found: Sequence[tuple[str, str]]) -> str:
-    """Return a titled list of names and reasons; empty without any."""
-    items = "".join(
-        f"<li><b>{html.escape(name)}</b>: {html.escape(reason)}</li>" for name, reason in found
+def _html(part: str | Table | Plot, folder: Path) -> str:
+    if isinstance(part, str):
+        return f"<p>{html.escape(part)}</p>"
+    if isinstance(part, Table):
+        caption = f"<p>{html.escape(part.caption)}</p>" if part.caption else ""
+        return f"<h2>{html.escape(part.title)}</h2>{part.html()}{caption}"
+    image = b64encode(part.save(folder).read_bytes()).decode()
+    return (
+        f'<figure><img alt="{html.escape(part.title)}" src="data:image/png;base64,{image}">'
+        f"<figcaption>{html.escape(part.text)}</figcaption></figure>"
     )
-    return f"{heading(title)}<ul>{items}</ul>" if items else ""
-
-
-def plots_html(plots: Sequence[Plot]) -> str:
-    """Return plots with their headings, side by side where the page is wide enough."""
-    sections = "".join(
-        f"<section>{heading(plot.title)}{paragraph(plot.text, muted=True)}"
-        f'<figure class="plot">{to_svg(plot)}</figure></section>'
-        for plot in plots
-    )
-    return f'<div class="plots">{sections}</div>' if sections else ""

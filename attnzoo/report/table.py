@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
 PIPE_WIDTH = 160  # columns where the output is no terminal, at least
 GAP = 2  # columns between two columns of a table
-BORDER = 2  # columns on both sides of it
 READABLE = 20  # columns that a cell of several words gets, if it has so many
 
 
@@ -38,34 +36,24 @@ class Table:
     caption: str = ""
     numeric: bool = True
 
-    def select(self, columns: Sequence[str]) -> Table:
-        """Return a table with some of the columns."""
-        return self._select([self.columns.index(name) for name in columns])
-
-    def terminal(self, width: int) -> RenderableType:
-        """Return the table for rich's console, in lines of at most ``width`` columns.
-
-        Lines break between words, never inside of one. A table that is too wide for this becomes
-        several: of short cells, one below the other, with the first column repeated; of text, one
-        for each row. Only words that are longer than a line are broken.
-        """
-        parts = self._parts(width)
-        if len(parts) == 1 and self._least_width() <= width:
-            return self._lines(width)
-        fit = all(part._least_width() <= width for part in parts)
-        body = (
-            [part._lines(width) for part in parts]
-            if fit
-            else [self._record(row, width) for row in self.rows]
-        )
-        title, caption = ([Text(text)] if text else [] for text in (self.title, self.caption))
-        return Group(*title, *body, *caption)
-
     def print(self, console: Console) -> None:
-        """Print the table: as wide as the terminal, or ``PIPE_WIDTH`` where there is none."""
+        """Print the table: as wide as the terminal, or ``PIPE_WIDTH`` where there is none.
+
+        Of a table that does not fit, columns of numbers stand below the others, with the first
+        column repeated, and rows of text become lines of column and cell.
+        """
         if not console.is_terminal and console.width < PIPE_WIDTH:
             console = Console(file=console.file, width=PIPE_WIDTH, quiet=console.quiet)
-        console.print(self.terminal(console.width))
+        width = console.width
+        parts: list[RenderableType]
+        if self._width() <= width:
+            parts = [self._rich(width)]
+        elif self.numeric:
+            parts = [part._rich(width) for part in self._split(width)]
+        else:
+            parts = [self._record(row) for row in self.rows]
+        title, caption = ([Text(text)] if text else [] for text in (self.title, self.caption))
+        console.print(Group(*title, *parts, *caption))
 
     def html(self) -> str:
         """Return the table as HTML; a table that is wider than the page scrolls."""
@@ -86,86 +74,53 @@ class Table:
         return "".join("| " + " | ".join(map(str, line)) + " |\n" for line in lines)
 
     def _select(self, kept: Sequence[int]) -> Table:
-        return replace(
-            self,
-            columns=[self.columns[i] for i in kept],
-            rows=[[row[i] for i in kept] for row in self.rows],
-        )
+        rows = [[row[i] for i in kept] for row in self.rows]
+        return replace(self, columns=[self.columns[i] for i in kept], rows=rows)
 
-    def _parts(self, width: int) -> list[Table]:
-        """Return tables of short cells with some of the columns each, that fit; or one table."""
-        least = self._least()
-        short = self.numeric or max(_sizes(self.rows, str.splitlines)[1:], default=0) <= READABLE
-        if not short or self._least_width() <= width:
-            return [self]
-        groups: list[list[int]] = [[0]]
-        free = width - BORDER - least[0]
-        for column in range(1, len(least)):
-            if groups[-1] != [0] and free < least[column] + GAP:
-                groups.append([0])
-                free = width - BORDER - least[0]
-            groups[-1].append(column)
-            free -= least[column] + GAP
-        untitled = replace(self, title="", caption="")
-        return [untitled._select(group) for group in groups]
+    def _sizes(self) -> list[tuple[int, int]]:
+        """Return the width of each column: so that no word is broken, and that it would take."""
+        sizes = []
+        for name, *cells in zip(self.columns, *self.rows, strict=True):
+            texts = [str(cell) for cell in cells]
+            longest = max(map(cell_len, texts), default=0)
+            words = [word for text in (name, *texts) for word in text.split()]
+            least = longest if self.numeric else min(longest, READABLE)  # else only headers wrap
+            least = max(least, *map(cell_len, name.split() if self.numeric else words), 1)
+            sizes.append((least, max(longest, cell_len(name))))
+        return sizes
 
-    def _least(self) -> list[int]:
-        """Return the width that each column needs, so that no word is broken."""
-        if self.numeric:  # only headers wrap
-            empty = [""] * len(self.columns)
-            cells = _sizes([empty, *self.rows], str.splitlines)
-            return [*map(max, _sizes([self.columns], str.split), cells)]
-        text = [self.columns, *self.rows]
-        words, lines = _sizes(text, str.split), _sizes(text, str.splitlines)
-        return [max(word, min(READABLE, line)) for word, line in zip(words, lines, strict=True)]
+    def _width(self) -> int:
+        return sum(least + GAP for least, _ in self._sizes())
 
-    def _least_width(self) -> int:
-        least = self._least()
-        return BORDER + sum(least) + GAP * (len(least) - 1)
-
-    def _lines(self, width: int) -> RichTable:
-        """Return the table; the columns that need the most share what the others leave."""
-        table = RichTable(
-            title=Text(self.title) if self.title else None,
-            caption=Text(self.caption) if self.caption else None,
-            box=box.SIMPLE_HEAD,
-            padding=(0, 1, 0, 0),
-            pad_edge=False,
-        )
-        sizes, wanted = self._least(), _sizes([self.columns, *self.rows], str.splitlines)
-        free = width - self._least_width()
-        for column in sorted(range(len(sizes)), key=lambda i: wanted[i] - sizes[i]):
-            still = len(sizes) - sum(size >= want for size, want in zip(sizes, wanted, strict=True))
-            more = min(max(wanted[column] - sizes[column], 0), free // max(still, 1))
-            sizes[column] += more
+    def _rich(self, width: int) -> RichTable:
+        """Return the table for rich; columns that need the most share what the others leave."""
+        table = RichTable(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+        sizes, free = self._sizes(), width - self._width()
+        widths = [least for least, _ in sizes]
+        order = sorted(range(len(sizes)), key=lambda i: sizes[i][1] - sizes[i][0])
+        for done, i in enumerate(order):
+            more = min(sizes[i][1] - widths[i], free // (len(order) - done))
+            widths[i] += more
             free -= more
-        for i, (name, size) in enumerate(zip(self.columns, sizes, strict=True)):
+        for i, name in enumerate(self.columns):
             right = self.numeric and i > 0
-            table.add_column(name, justify="right" if right else "left", width=size)
+            table.add_column(Text(name), justify="right" if right else "left", width=widths[i])
         for row in self.rows:
             table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
         return table
 
-    def _record(self, row: Sequence[str | Text], width: int) -> RenderableType:
+    def _split(self, width: int) -> list[Table]:
+        """Return tables of some of the columns, each as many as fit, with the first one."""
+        groups: list[list[int]] = [[0]]
+        for i in range(1, len(self.columns)):
+            if len(groups[-1]) > 1 and self._select([*groups[-1], i])._width() > width:
+                groups.append([0])
+            groups[-1].append(i)
+        return [self._select(group) for group in groups]
+
+    def _record(self, row: Sequence[str | Text]) -> RenderableType:
         """Return a row as lines of column and cell, with an empty line after it."""
-        cells = [
-            (Text(name, style="bold"), cell if isinstance(cell, Text) else Text(cell))
-            for name, cell in zip(self.columns, row, strict=True)
-            if str(cell)
-        ]
-        names = max(map(cell_len, self.columns))
-        if names + GAP + max(_sizes([self.columns, *self.rows], str.split)) > width:
-            lines = (line for name, cell in cells for line in (name, Padding(cell, (0, 0, 0, GAP))))
-            return Group(*lines, Text())
-        record = RichTable.grid(padding=(0, GAP, 0, 0))
-        for name, cell in cells:
-            record.add_row(name, cell)
-        return Group(record, Text())
-
-
-def _sizes(rows: Sequence[Sequence[str | Text]], split: Callable[[str], list[str]]) -> list[int]:
-    """Return the size in each column of the longest piece that ``split`` makes of its cells."""
-    return [
-        max((cell_len(piece) for cell in column for piece in split(str(cell))), default=0)
-        for column in zip(*rows, strict=True)
-    ]
+        size = max(map(cell_len, self.columns)) + GAP
+        cells = [pair for pair in zip(self.columns, row, strict=True) if str(pair[1])]
+        lines = (Text.assemble((name.ljust(size), "bold"), cell) for name, cell in cells)
+        return Group(*lines, Text())

@@ -108,7 +108,7 @@ def run(monkeypatch, capfd):
     monkeypatch.setattr(hf.LlamaForCausalLM, "forward", counted)
     for owner, name, value in (
         (Workers, "run", in_this_process),
-        (page, "to_svg", lambda plot: "<svg></svg>"),
+        (page, "can_draw", lambda: False),
         (generation, "NEW_TOKENS", 4),
         (recovery, "JUDGED", 2),
         (compare_run, "free_memory", lambda: 0),

@@ -1,6 +1,6 @@
 import pytest
 
-from attnzoo.compare.fit import best_exact, crossover, exponent, make_curves, predict
+from attnzoo.compare.fit import best_exact, crossover, exponent, make_curves
 
 LENGTHS = [1024, 2048, 4096, 8192, 16384]
 
@@ -12,7 +12,6 @@ def power(factor, exponent):
 @pytest.mark.parametrize("true", [1.0, 1.19, 2.0])
 def test_the_exponent_is_recovered(true):
     assert exponent(power(3.0, true)) == pytest.approx(true)
-    assert predict(power(3.0, true), 65536) == pytest.approx(3.0 * 64**true)
 
 
 def test_short_lengths_do_not_count():
@@ -23,15 +22,15 @@ def test_short_lengths_do_not_count():
 
 def test_two_lengths_are_too_few():
     assert exponent({1024: 1.0, 2048: 2.0}) is None
-    assert predict({1024: 1.0, 2048: 2.0}, 4096) is None
 
 
 def test_crossover_lies_where_the_powers_meet():
     """20 n meets 4 n^2 at n = 5, in units of 1024 tokens."""
-    found = crossover(power(20.0, 1.0), power(4.0, 2.0))
-    assert found.length == pytest.approx(5 * 1024)
-    assert not found.predicted
-    assert not found.at_most
+    found = crossover(power(20.0, 1.0), power(4.0, 2.0), LENGTHS)
+    assert found == pytest.approx(5 * 1024)
+    assert crossover(power(32.0, 1.0), power(1.0, 2.0), LENGTHS) is None  # at 32k
+    assert crossover(power(0.5, 1.0), power(1.0, 2.0), LENGTHS) == 1024  # faster everywhere
+    assert crossover({}, power(1.0, 2.0), []) is None
 
 
 def test_crossover_is_the_last_one():
@@ -39,30 +38,15 @@ def test_crossover_is_the_last_one():
     costs = {
         n: ms * factor for (n, ms), factor in zip(exact.items(), [0.5, 2, 0.5, 2, 0.5], strict=True)
     }
-    found = crossover(costs, exact)
-    assert 8192 < found.length < 16384
-
-
-def test_crossover_beyond_what_was_measured_is_a_prediction():
-    found = crossover(power(32.0, 1.0), power(1.0, 2.0))  # at 32k
-    assert found.predicted
-    assert found.length == pytest.approx(32 * 1024)
-    assert crossover(power(32000.0, 1.0), power(1.0, 2.0)) is None  # too far to say
-    assert crossover(power(5.0, 2.0), power(1.0, 2.0)) is None
-
-
-def test_faster_everywhere():
-    found = crossover(power(0.5, 1.0), power(1.0, 2.0))
-    assert found.at_most
-    assert found.length == 1024
+    assert 8192 < crossover(costs, exact, LENGTHS) < 16384
 
 
 def test_crossover_counts_clear_lengths_only():
     exact, costs = power(4.0, 2.0), power(20.0, 1.0)  # meet at 5k
-    assert crossover(costs, exact, [8192, 16384]).length == pytest.approx(5 * 1024)
-    assert crossover(costs, exact, [16384]).length == 16384
+    assert crossover(costs, exact, [8192, 16384]) == pytest.approx(5 * 1024)
+    assert crossover(costs, exact, [16384]) == 16384
     assert crossover(costs, exact, []) is None
-    assert crossover(power(0.5, 1.0), power(1.0, 2.0), LENGTHS[1:]).length == 2048
+    assert crossover(power(0.5, 1.0), power(1.0, 2.0), LENGTHS[1:]) == 2048
 
 
 def row(attention, T, ms, *, exact=False, B=1, status="ok"):

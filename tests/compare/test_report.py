@@ -57,13 +57,15 @@ def quality(name, bits):
     return cost(name, 2048, level="model") | {
         "kind": "quality",
         "bits_per_byte": bits,
+        "rows": [bits + x / 7 for x in (-1, 0, 1)],
+        "notes": [],
         "bits_per_byte_beyond": bits + 1,
         "unigram_bits_per_byte": 4.5,
         "trained": 512,
         "loss_by_position": {"64": bits, "128": bits, "2048": bits + 1},
         "copy_by_distance": shares,
         "needle_by_distance": shares,
-        "generation": {"agreement": 0.75, "equal_tokens": 20.26},
+        "generation": {"agreement": 0.75},
     }
 
 
@@ -96,38 +98,25 @@ def test_text_is_escaped(page):
 
 def test_every_plot_is_a_picture(page):
     names = {path.stem for path in (page.parent / "pictures").glob("*.png")}
-    cost_plots = {
-        f"{what}-cpu-{level}-forward"
-        for what in ("time", "speedup", "memory")
-        for level in ("op", "model")
-    }
+    costs = {f"{what}-cpu-{n}-forward" for what in ("time", "memory") for n in ("op", "model")}
     lines = {"loss-by-position", "copy-by-distance", "needle-by-distance"}
-    assert names == cost_plots | lines | {"pareto"}
-    for path in (page.parent / "pictures").glob("*.png"):
-        assert path.read_bytes().startswith(b"\x89PNG")
-        assert 5_000 < path.stat().st_size < 150_000
+    assert names == costs | lines | {"pareto"}
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 400])
-def test_it_opens_in_a_browser(page, open_page, scheme, width):
-    tab = open_page(page, width=width, scheme=scheme, plots=10)
+def test_it_opens_in_a_browser(page, open_page, width):
+    tab = open_page(page, width=width, plots=8)
     assert tab.locator("table").count() == 4
-    for label in ("milliseconds per row", "memory per row, MiB", "bits per byte, lower is better"):
-        assert tab.locator("svg text", has_text=label).count(), label
 
 
-def test_the_table_marks_predictions_and_reasons():
+def test_the_table_has_fits_and_reasons():
     lines = printed(ROWS).splitlines()
     of = {name: [line for line in lines if line.lstrip().startswith(name)] for name in COSTS}
     assert "75%" in of["linear"][0]  # quality comes first
-    linear = of["linear"][1]
-    assert "T^1.00" in linear
-    assert "2.5k" in linear  # 25 n meets 10 n^2
-    assert "~1600" in linear  # at 64k
-    assert any("~25600 (out of memory)" in line for line in of["odd <one>"])
+    assert "T^1.00" in of["linear"][1]
+    assert "2.5k" in of["linear"][1]  # 25 n meets 10 n^2
+    assert any("out of memory" in line and "not run" in line for line in of["odd <one>"])
     assert "odd <one>, operator, 8k tokens: out of memory: it is <b>odd</b>" in lines
-    assert any("Milliseconds per row, fastest round" in line for line in lines)
 
 
 def test_times_and_ratios_are_of_the_same_rounds():
@@ -149,9 +138,9 @@ def test_a_reason_is_given_once():
         for level in ("op", "model")
         for n in (1024, 2048)
     ]
-    assert [what for what, _ in not_measured(failed)] == [
-        "linear, operator, 1k tokens, and 3 more cases",
-        "reformer, operator, 1k tokens, and 3 more cases",
+    assert not_measured(failed) == [
+        f"{name}, operator, 1k tokens and 3 more: refused: it is <b>odd</b>"
+        for name in ("linear", "reformer")
     ]
 
 
@@ -167,17 +156,17 @@ def test_the_headline_takes_what_costs_little():
     text, table = findings(ROWS)
     assert (
         "From 5.1k tokens on, reformer is faster than exact attention, 2.6 ± 0.005 times at 16k, "
-        "and costs +0.050 bits per byte without training."
+        "and costs +0.050 ± 0.000 bits per byte without training."
     ) in text
     assert table == {
-        "flash": ["", "+0.000 bits per byte", "-"],
-        "linear": ["2.5k", "+3.000 bits per byte", "-"],
-        "reformer": ["5.1k", "+0.050 bits per byte", "-"],
-        "odd <one>": ["not seen", "+0.500 bits per byte", "-"],
+        "flash": ["", "+0.000 ± 0.000 bits per byte", "-"],
+        "linear": ["2.5k", "+3.000 ± 0.000 bits per byte", "-"],
+        "reformer": ["5.1k", "+0.050 ± 0.000 bits per byte", "-"],
+        "odd <one>": ["not seen", "+0.500 ± 0.000 bits per byte", "-"],
     }
     text, _ = findings([row for row in ROWS if row["attention"] in ("flash", "linear")])
     assert "From 2.5k tokens on, linear is faster than exact attention, 6.4 ± 0.01 times" in text
-    assert "costs +3.000 bits per byte without training, and every faster" in text
+    assert "costs +3.000 ± 0.000 bits per byte without training, and every faster" in text
 
 
 def test_the_cache_is_that_of_the_longest_length():
@@ -203,7 +192,7 @@ def test_without_quality_the_headline_says_so():
 def test_no_cost_if_exact_attention_cannot_predict_the_text():
     """Bits per byte above those of the tokens' frequencies: an untrained model."""
     text, _ = findings([*ROWS, quality("flash", 7.0) | {"attention": "softmax"}])
-    assert "costs +0.050 bits per byte" in text  # the best exact attention counts
+    assert "costs +0.050 ± 0.000 bits per byte" in text  # the best exact attention counts
     rows = [row | {"unigram_bits_per_byte": 0.5} if "trained" in row else row for row in ROWS]
     text, table = findings(rows)
     assert "exact attention itself has 1.00 bits per byte on this text" in text
@@ -215,10 +204,11 @@ def test_findings_on_embeddings():
     rows = [row for row in ROWS if row["kind"] == "cost"]
     for name, cosine in cosines.items():
         measured = {"kind": "quality", "cosine": cosine, "least": cosine}
+        measured["cosine_rows"] = [cosine - 0.004, cosine + 0.004]
         rows.append(cost(name, 512) | measured | {"cosine_by_length": {"512": cosine}})
     text, table = findings(rows)
-    assert text.endswith("2.6 ± 0.005 times at 16k, and has a cosine of 0.995 without training.")
-    assert table["linear"][1] == "a cosine of 0.900"
+    assert text.endswith("at 16k, and has a cosine of 0.995 ± 0.004 without training.")
+    assert table["linear"][1] == "a cosine of 0.900 ± 0.004"
 
 
 def test_nothing_faster():
@@ -249,18 +239,6 @@ def test_a_speed_up_inside_the_spread_is_not_claimed():
 def test_without_rounds_beside_the_baseline_nothing_is_claimed():
     rows = [{k: x for k, x in row.items() if k != "baseline_ms"} for row in ROWS]
     assert "nothing that was measured is clearly faster" in findings(rows)[0]
-
-
-def test_times_that_contradict_each_other_are_marked():
-    rows = [
-        row | {"busy": True} if row["attention"] == "reformer" and row["T"] == 16384 else row
-        for row in ROWS
-        if row["attention"] in ("flash", "reformer")
-    ]
-    text, table = findings(rows)
-    assert "nothing that was measured is clearly faster" in text
-    assert table["reformer"][0] == "busy"
-    assert "(busy)" in printed(rows)
 
 
 def test_the_window_of_equal_memory_stands_beside_an_attention():

@@ -110,7 +110,7 @@ def test_all_that_count_bytes_give_those_allocated(half, name, length):
     spec = SPECS[name]
     (case,) = make_cases(
         *([spec], [length]),
-        **{"levels": ["model"], "mode": "decode", "tokens": 0, "batch": None},
+        **{"levels": ["model"], "mode": "decode", "tokens": 0},
         **{"dtype": "float32", "device": "cpu"},
     )
     found = {

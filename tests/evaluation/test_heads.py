@@ -18,7 +18,7 @@ from attnzoo.cli import main
 from attnzoo.commands import terminal
 from attnzoo.evaluation.heads import HeadStudyModel, entropy, study_heads
 from attnzoo.evaluation.rows import Rows
-from attnzoo.report import charts
+from attnzoo.report import page
 from tests.helpers import add_noise
 
 SIZES = {
@@ -157,14 +157,14 @@ def test_command(tmp_path, monkeypatch, capsys):
     assert code == 0
     assert "by gradient" in out
     assert "without 2 heads" in out
-    assert (tmp_path / "out" / "heads.html").read_text().count("<svg") == 3
+    assert (tmp_path / "out" / "heads.html").read_text().count("<img") == 3
     saved = LlamaForCausalLM.from_pretrained(tmp_path / "pruned")
     (name, heads), *rest = saved.config.attnzoo_pruned_heads.items()
     assert not rest
     assert len(heads) == 2
     assert saved.get_submodule(name).q_proj.out_features == 16
     assert (tmp_path / "pruned" / "tokenizer_config.json").is_file()
-    monkeypatch.setattr(charts, "can_draw", lambda: False)
+    monkeypatch.setattr(page, "can_draw", lambda: False)
     code, out = run(*size, "--overwrite", "--json")
     assert code == 0
     assert json.loads(out)["pruned"] == {}

@@ -42,7 +42,6 @@ def checked(monkeypatch, tmp_path):
     monkeypatch.setattr(triton_verdicts, "run_check", run_check)
     monkeypatch.setattr(kernel_checks, "ON_GPU", (DEVICE.type,))
     for name in ("linear", "mlstm", "rwkv6"):
-        getattr(attnzoo.ops, f"{name}_attention")  # which registers its implementations
         for op in (f"{name}_attention", f"{name}_step"):
             change_implementation(monkeypatch, op, "triton", devices=(DEVICE.type,))
             change_implementation(monkeypatch, op, "cpp", automatic="")
@@ -90,7 +89,7 @@ def test_a_model_on_a_cpu_is_not_run(checked, monkeypatch):
 
 def gpu_cases(levels, lengths, *names):
     specs = [attnzoo.AttentionSpec(name) for name in names]
-    options = {"mode": "forward", "tokens": 16, "batch": None, "dtype": "float32"}
+    options = {"mode": "forward", "tokens": 16, "dtype": "float32"}
     return make_cases(specs, lengths, levels=levels, device="cuda", **options)
 
 
@@ -101,8 +100,8 @@ def test_compare_checks_the_shortest_case_of_the_whole_model():
         ("flash", "model", 16),
         ("linear", "model", 16),
     ]
-    rows = [{"key": case.key()} for case in cases if case.attention == "flash" or case.T == 16]
-    assert [(x.attention, x.level, x.T) for x in _gpu_cases(cases, rows)] == [
+    known = [case.key() for case in cases if case.attention == "flash" or case.T == 16]
+    assert [(x.attention, x.level, x.T) for x in _gpu_cases(cases, known)] == [
         ("linear", "model", 32)
     ]
 

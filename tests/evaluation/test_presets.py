@@ -2,9 +2,9 @@
 
 import pytest
 
+from attnzoo import demo
 from attnzoo.compare import cases
 from attnzoo.contract.backend import BUILTIN
-from attnzoo.demo import run as demo
 from attnzoo.errors import UnknownBackendError
 from attnzoo.evaluation.models import spec_label
 from attnzoo.evaluation.presets import PRESETS, preset_options

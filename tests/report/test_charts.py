@@ -1,145 +1,64 @@
-"""Charts as inline SVG: what they contain, and what they do not."""
+"""Plots as PNG files, and the page that holds them."""
 
-import itertools
-import re
-import xml.etree.ElementTree as ElementTree
-from dataclasses import replace
+from matplotlib.figure import Figure
 
-import pytest
+from attnzoo.report import charts
+from attnzoo.report.charts import Plot, line_plot, matrix_plot
+from attnzoo.report.page import write_page
+from attnzoo.report.table import Table
 
-from attnzoo.report.charts import (
-    Axis,
-    Plot,
-    Series,
-    _line_style,
-    bar_chart,
-    length_axis,
-    line_chart,
-    matrix_chart,
-    to_svg,
-    write_picture,
-)
+NAMES = [r"$\nosuch$", r"a\$b^{", "a_1 $", "<b>&amp;"]  # mathtext, markup
 
 
-def plot(figure):
-    return Plot(name="x", title='a "title" <b>', text="", figure=figure)
+def drawn(plot):
+    axes = Figure().add_subplot()
+    plot.draw(axes)
+    return axes
 
 
-def texts(svg):
-    return [element.text for element in ElementTree.fromstring(svg).iter() if "text" in element.tag]
+def lines(values, **given):
+    texts = {"name": "x", "title": NAMES[0], "text": NAMES[3], "x": "tokens", "y": "MiB"}
+    return line_plot(values, **(texts | given))
 
 
-@pytest.fixture
-def lines():
-    series = [Series(name="one <1>", x=[1024, 2048], y=[1.0, 40.0])]
-    x, y = length_axis([1024, 2048], "tokens"), Axis(label="memory, MiB", log=True)
-    return plot(line_chart(series, x=x, y=y, reference=1.0))
+def test_lines_over_lengths():
+    axes = drawn(lines({name: {"1024": 1.5, "3000": 40.0} for name in NAMES}))
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["1k", "2.9k"]
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+    found = axes.get_legend_handles_labels()[1]
+    assert [name.replace(r"\$", "$") for name in found] == NAMES
+    looks = {(x.get_color(), x.get_linestyle(), x.get_marker()) for x in axes.get_lines()}
+    assert len(looks) == len(NAMES)
 
 
-def test_text_stays_text(lines):
-    found = texts(to_svg(lines))
-    assert {"1k", "2k", "tokens", "memory, MiB", "one <1>", "10"} <= set(found)
-
-
-def test_a_legend_has_the_names_that_were_given():
-    """Lines without a name have none; matplotlib calls them _child0."""
-    series = [Series(name=n, x=[1.0, 2.0], y=[3.0, 1.0 + i]) for i, n in enumerate(["", "_a", ""])]
-    found = texts(to_svg(plot(line_chart(series, x=Axis(label="x"), y=Axis(label="y")))))
-    assert "_a" in found
-    assert not [text for text in found if text and text.startswith("_child")]
-
-
-def test_it_refers_to_nothing_outside_and_takes_the_colours_of_the_page(lines):
-    svg = to_svg(lines)
-    ElementTree.fromstring(svg)  # well-formed, the title included
-    assert "http" not in svg.replace("http://www.w3.org/", "")
-    for forbidden in ("<script", "<style", "font-family", "DejaVu", "#1b1f25", "#d0d7df"):
-        assert forbidden not in svg
-    assert "currentColor" in svg
-    assert "var(--line)" in svg
-
-
-def test_charts_are_deterministic_and_small(lines):
-    first, other = to_svg(lines), to_svg(replace(lines, name="other"))
-    assert first == to_svg(lines)
-    assert len(first) < 30_000
-    ids = [set(re.findall(r' id="([^"]*)"', svg)) for svg in (first, other)]
-    assert ids[0]
-    assert not ids[0] & ids[1]  # both are in one page
-    assert set(re.findall(r"""["(]#([^")]*)""", first)) <= ids[0]
-
-
-@pytest.mark.parametrize("characters", [30, 31, 40])
-def test_a_legend_is_not_wider_than_the_figure(characters):
-    series = [Series(name="n" * characters, x=[0, 1], y=[i, 2]) for i in range(4)]
-    figure = line_chart(series, x=Axis(label="x"), y=Axis(label="y"))
-    figure.canvas.draw()
-    (legend,) = figure.legends
-    assert 0 <= legend.get_window_extent().x0 < legend.get_window_extent().x1 <= figure.bbox.width
-
-
-@pytest.mark.parametrize(("label", "rotation"), [("transfer 10", 30), ("1k", 0)])
-def test_long_labels_of_ticks_are_rotated(label, rotation):
-    ticks = dict.fromkeys(range(8), label)
-    series = [Series(name="a", x=[0, 7], y=[1, 2])]
-    figure = line_chart(series, x=Axis(label="step", ticks=ticks), y=Axis(label="bits"))
-    figure.canvas.draw()
-    found = figure.axes[0].get_xticklabels()
-    assert {text.get_rotation() for text in found} == {rotation}
-    if not rotation:  # horizontal labels do not touch
-        boxes = [text.get_window_extent() for text in found]
-        assert all(a.x1 < b.x0 for a, b in itertools.pairwise(boxes))
-
-
-def test_twenty_series_differ_in_colour_or_dashes():
-    styles = [_line_style(Series(name="", x=[], y=[], style=i)) for i in range(20)]
-    assert len({(style["color"], style["linestyle"]) for style in styles}) == 20
-
-
-def test_missing_bars_are_left_out():
-    figure = bar_chart(["a", "b"], {"x": [1.0, None], "y": [2.0, 3.0]}, value=Axis(label="bits"))
-    assert {"a", "b", "x", "y", "bits"} <= set(texts(to_svg(plot(figure))))
+def test_many_positions_have_no_markers_and_a_linear_scale():
+    axes = drawn(lines({"a": dict(enumerate([0.5] * 60))}, scale="linear", log=False))
+    assert (axes.get_xscale(), axes.get_yscale()) == ("linear", "linear")
+    assert axes.get_lines()[0].get_marker() == ""
 
 
 def test_a_matrix_has_its_first_row_at_the_top():
-    names = {0: "first", 1: "second"}
-    figure = matrix_chart(
-        [[0.0, 1.0], [2.0, 3.0]],
-        x=Axis(label="key"),
-        y=Axis(label="query", ticks=names),
-    )
-    assert figure.axes[0].yaxis_inverted()
-    svg = to_svg(plot(figure))
-    assert {"first", "second"} <= set(texts(svg))
-    assert svg.count("data:image/png;base64") == 1
+    texts = {"name": "m", "title": "", "text": "", "x": "key", "y": "query", "color": "bits"}
+    axes = drawn(matrix_plot([[0.0, 1.0], [2.0, 3.0]], **texts, limits=(-1.5, None)))
+    assert axes.yaxis_inverted()
+    assert axes.images[0].get_clim() == (-1.5, 3.0)
 
 
-# mathtext, matplotlib's names of hidden artists, markup
-NAMES = [r"$\nosuch$", r"a\$b^{", r"_x\frac", "a_1 $", "<b>&amp;", "\"quoted' $x$"]
+def test_a_page_has_its_parts_and_pictures(tmp_path):
+    table = Table(columns=["a", "b"], rows=[["<x>", "1"]], title="numbers")
+    empty = Plot(name="e", title="", text="", draw=lambda axes: None)
+    plots = [lines({"a" * 40: {64: 1.0}, "b": {128: 2.0}}), empty]
+    page = write_page(tmp_path / "page.html", "a <title>", ["one & two", None, table, *plots])
+    text = page.read_text()
+    for part in ("<h1>a &lt;title&gt;</h1>", "<p>one &amp; two</p>", "&lt;x&gt;", "numbers"):
+        assert part in text
+    assert text.count("data:image/png;base64,") == 2
+    for name in "xe":
+        path = tmp_path / charts.FOLDER / f"{name}.png"
+        assert path.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("kind", ["line", "bar", "matrix"])
-def test_names_are_drawn_as_they_are(kind, tmp_path):
-    one, label = dict(enumerate(NAMES)), Axis(label=NAMES[0])
-    axis = Axis(label=NAMES[1], ticks=one)
-    match kind:
-        case "line":
-            series = [Series(name=name, x=[0, 1], y=[i, 2]) for i, name in one.items()]
-            figure = line_chart(series, x=axis, y=label)
-        case "bar":
-            figure = bar_chart(NAMES, {name: list(one) for name in NAMES}, value=label)
-        case "matrix":
-            values = [[float(i) for i in one]] * len(NAMES)
-            figure = matrix_chart(values, x=label, y=axis, color_label=NAMES[2])
-    named = Plot(name="x", title=NAMES[0], text="", figure=figure)
-    found = texts(to_svg(named))
-    assert set(NAMES) <= set(found)
-    if kind in ("line", "bar"):
-        assert all(found.count(name) == 2 for name in NAMES[2:])  # in the legend too
-    assert write_picture(tmp_path / "x.png", named).stat().st_size
-
-
-def test_the_title_is_on_the_picture_only(lines, tmp_path):
-    path = write_picture(tmp_path / "x.png", lines)
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert 'a "title" <b>' not in texts(to_svg(lines))
+def test_no_page_without_matplotlib(tmp_path, monkeypatch):
+    monkeypatch.setattr("attnzoo.report.page.can_draw", lambda: False)
+    assert write_page(tmp_path / "page.html", "title", ["text"]) is None
+    assert not list(tmp_path.iterdir())

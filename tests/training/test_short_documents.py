@@ -12,12 +12,11 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers as hf
-from rich.console import Console
 
 import attnzoo
 from attnzoo.cli import main
 from attnzoo.compare.run import CompareConfig, Workers, compare
-from attnzoo.demo.run import run_demo
+from attnzoo.demo import run_demo
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.data import StringTokenizer
 from attnzoo.evaluation.generation import Needles, make_generation_batch, make_recall_batch
@@ -213,9 +212,7 @@ def test_commands_with_a_text_measure_documents(data, gpt2, attnzoo_command, tmp
         expected = loss_of(documents, alone(gpt2, spec, documents))
         found = next(x for key, x in measured.items() if key.startswith(name))
         assert found["bits_per_byte"] == pytest.approx(expected, abs=6e-5)
-    shown = run_demo(
-        model=gpt2, text=data, out=tmp_path, specs=[WINDOW], quick=True, console=Console(quiet=True)
-    )
+    shown = run_demo(model=gpt2, text=data, out=tmp_path, specs=[WINDOW], quick=True)
     documents = make_eval_batch(gpt2, data, rows=8, row_length=160).rows.documents()
     for result, spec in zip(shown, (None, WINDOW), strict=True):
         expected = loss_of(documents, alone(gpt2, spec, documents))

@@ -1,1 +1,0 @@
-"""``attnzoo demo``: every backend on one pretrained model, with its quality and decoding cost."""
