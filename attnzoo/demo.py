@@ -134,7 +134,6 @@ def run_demo(
         "text": str(text) if text else "held-out files of the Python standard library",
         "rows": rows,
         "lengths": lengths,
-        "window_of_control": WINDOW,
         "seconds": round(time.monotonic() - start, 1),
         "attnzoo": attnzoo.__version__,
         "machine": machine(),
@@ -260,25 +259,19 @@ def write_report(out: Path, results: list[SwapResult]) -> Path | None:
     decoding = line_plot(
         {r.label: r.decode_ms for r in shown},
         name="decoding",
-        title="Decoding one token",
-        text="Median time per token at each context length.",
+        title="Decoding one token: median time",
         x=x,
         y="milliseconds per token",
     )
     cache = line_plot(
         {r.label: {n: size / 2**20 for n, size in r.cache_bytes.items()} for r in shown},
         name="cache",
-        title="Cache",
-        text="Memory kept between tokens: it grows for softmax and is constant for a state.",
+        title="Cache: memory kept between tokens",
         x=x,
         y="MiB",
     )
-    subject = (
-        f"Model: {data['model']}. Text: {data['text']}, {data['rows']} rows. All rows of the table "
-        "use the same weights; the attention is swapped by config, without training."
-    )
     facts = ", ".join(f"{name} {value}" for name, value in data["machine"].items())
-    footer = f"attnzoo {data['attnzoo']}; {facts}; measured in {data['seconds']:.0f} s."
-    parts: list[Part] = [subject, summary(results), results_table(shown), *refused]
+    footer = f"{data['model']}, {data['rows']} rows; attnzoo {data['attnzoo']}; {facts}."
+    parts: list[Part] = [summary(results), results_table(shown), *refused]
     parts += [decoding, cache, footer]
     return write_page(out / "report.html", "Quality and decoding cost by attention", parts)

@@ -27,10 +27,11 @@ Dtype = Annotated[
 Device = Annotated[
     str | None, typer.Option(help="cpu, cuda or both with a comma; default: all available")
 ]
+Tokens = Annotated[int, typer.Option(min=1, help="tokens per call; as many rows as fit")]
 MinRunTime = Annotated[
-    float, typer.Option(help="seconds of timed calls per case; more is steadier")
+    float, typer.Option(min=0.001, help="seconds of timed calls per case; more is steadier")
 ]
-Timeout = Annotated[float, typer.Option(help="time limit per case in seconds")]
+Timeout = Annotated[float, typer.Option(min=1, help="time limit per case in seconds")]
 Threads = Annotated[int | None, typer.Option(min=1, help="torch threads; default: all cores")]
 Fresh = Annotated[
     bool, typer.Option(help="set earlier results in --output-dir aside and start over")
@@ -48,12 +49,12 @@ def compare(
     output_dir: OutputDir = Path("attnzoo-compare"),
     mode: Annotated[str, typer.Option(help="forward, train or decode")] = "forward",
     level: Level = "all",
-    tokens: Annotated[int, typer.Option(help="tokens per call; as many rows as fit")] = 4096,
+    tokens: Tokens = 4096,
     dtype: Dtype = None,
     device: Device = None,
     data: Annotated[Path | None, typer.Option(help="text file to measure quality on")] = None,
     quality: Annotated[bool, typer.Option(help="measure quality over length")] = True,
-    max_length: Annotated[int, typer.Option(help="tokens per row for quality")] = 2048,
+    max_length: Annotated[int, typer.Option(min=1, help="tokens per row for quality")] = 2048,
     min_run_time: MinRunTime = 0.5,
     timeout: Timeout = 60.0,
     threads: Threads = None,
@@ -158,8 +159,7 @@ def tasks(
     import torch
 
     from attnzoo.evaluation.results import FILE
-    from attnzoo.tasks.recall import find_task
-    from attnzoo.tasks.run import default_specs, run_tasks, tabulate
+    from attnzoo.tasks import default_specs, find_task, run_tasks, tabulate
 
     found = find_task(task)
     torch.set_num_threads(threads or torch.get_num_threads())
@@ -200,7 +200,7 @@ def inspect(
 
     Only the given layer is swapped, so that both maps have the same queries and keys.
     """
-    from attnzoo.compare.maps import MAPS, make_maps, maps_table, summary, write_maps
+    from attnzoo.compare.maps import MAPS, make_maps, maps_table, write_maps
     from attnzoo.report.output_path import check_file
 
     check_file(output_dir / MAPS, overwrite=overwrite)
@@ -211,5 +211,4 @@ def inspect(
         print((output_dir / MAPS).read_text("utf-8"), end="")
         return
     maps_table(found).print(console)
-    console.print(summary(found, head), soft_wrap=True, highlight=False)
     _print_files(output_dir / MAPS, page)

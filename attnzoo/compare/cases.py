@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -24,10 +24,10 @@ class CostCase:
     Attributes:
         attention: Name of the attention in tables.
         spec: Its spec as plain data.
+        T: Tokens per row.
         level: ``"model"``, the whole model; ``"op"``, the backend on random queries, keys and
             values.
         mode: ``"forward"``; ``"train"``, forward + backward; ``"decode"``, one token after T.
-        T: Tokens per row.
         B: Rows.
         dtype: Data type of weights and inputs.
         device: ``"cpu"`` or ``"cuda"``.
@@ -35,12 +35,17 @@ class CostCase:
 
     attention: str
     spec: dict[str, Any] = field(hash=False)
-    level: str
-    mode: str
     T: int
-    B: int
-    dtype: str
-    device: str
+    level: str = "model"
+    mode: str = "forward"
+    B: int = 1
+    dtype: str = "float32"
+    device: str = "cpu"
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, length: int, **fields: Any) -> CostCase:
+        """Return the case of a spec at a length, with other fields than the defaults."""
+        return cls(attention=spec_label(spec), spec=spec.to_dict(), T=length, **fields)
 
     def key(self) -> str:
         """Return a key that identifies the case among those of one model and machine."""
@@ -69,46 +74,6 @@ def is_exact(spec: dict[str, Any]) -> bool:
         and not entry.get("options", {}).get("window")
         for entry in entries
     )
-
-
-def make_cases(
-    specs: Iterable[AttentionSpec],
-    lengths: Sequence[int],
-    *,
-    levels: Sequence[str],
-    mode: str,
-    tokens: int,
-    dtype: str,
-    device: str,
-) -> list[CostCase]:
-    """Return the cases by increasing length, so that failed attentions are not tried longer.
-
-    Args:
-        specs: The attentions.
-        lengths: T.
-        levels: Subset of ``LEVELS``.
-        mode: One of ``MODES``.
-        tokens: Tokens per call; B is as many rows as fit, at least one. Decoding uses one row.
-        dtype: Data type of weights and inputs.
-        device: Device.
-    """
-    rows = {n: 1 if mode == "decode" else max(1, tokens // n) for n in lengths}
-    named = [(spec_label(spec), spec.to_dict()) for spec in specs]
-    return [
-        CostCase(
-            attention=name,
-            spec=spec,
-            level=level,
-            mode=mode,
-            T=length,
-            B=rows[length],
-            dtype=dtype,
-            device=device,
-        )
-        for level in levels
-        for length in sorted(lengths)
-        for name, spec in named
-    ]
 
 
 @dataclass(frozen=True, kw_only=True)

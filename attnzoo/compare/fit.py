@@ -16,7 +16,6 @@ from attnzoo.evaluation.results import Row
 from attnzoo.report.format import format_length
 
 FITTED = 4  # longest lengths that enter a fit; short ones are dominated by overhead
-MIN_SPEEDUP = 1.1  # below this factor nothing is called faster
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,13 +94,6 @@ def speedups(curves: Sequence[Curve], length: int) -> dict[str, float]:
         for curve in curves
         if length in curve.ms and length in exact and not curve.exact
     }
-
-
-def clear_speedups(curves: Sequence[Curve], length: int) -> dict[str, float]:
-    """Return the speed-ups at a length that are at least ``MIN_SPEEDUP`` and clear over rounds."""
-    clear = {c.attention for c in curves if not c.exact and length in clearly_faster(c, curves)}
-    fast = speedups(curves, length)
-    return {name: x for name, x in fast.items() if x >= MIN_SPEEDUP and name in clear}
 
 
 def clearly_faster(curve: Curve, curves: Sequence[Curve]) -> list[int]:

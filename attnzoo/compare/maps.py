@@ -36,10 +36,10 @@ from attnzoo.spec import AttentionSpec
 MAPS, HEADS = "maps.json", "heads.json"
 MIN_WEIGHT = 1e-4  # smaller attention weights have the darkest colour
 CHARACTERS = 2**16  # of a text that are tokenized
-MEASURE_TEXTS = {
-    "gradient": "Change of the result when a head's output is scaled (Michel et al., 2019).",
-    "entropy": "Of its attention in bits, mean over queries: 8 are 256 keys of equal weight.",
-    "distance": "Between query and key in tokens, weighted by the attention.",
+MEASURE_TITLES = {
+    "gradient": "Change of the result when a head's output is scaled",
+    "entropy": "Entropy in bits, mean over queries",
+    "distance": "Tokens between query and key, mean weighted by the attention",
 }
 
 
@@ -156,17 +156,6 @@ def _weights(model: PreTrainedModel, spec: AttentionSpec, ids: Tensor, index: in
     return attentions[index][0].float()
 
 
-def summary(maps: AttentionMaps, head: int) -> str:
-    """Return how the approximation of a head differs from softmax, as text."""
-    facts = maps.facts(head)
-    return (
-        f"Layer {maps.layer}, head {head}, {facts['tokens']} tokens: {maps.attention} moves "
-        f"{facts['difference']:.0%} of the weight to other keys than softmax, and gives the same "
-        f"key the largest weight for {facts['same_favourite']:.0%} of the queries. Entropy "
-        f"{facts['entropy_exact']:.1f} bits (softmax) and {facts['entropy_approximate']:.1f}."
-    )
-
-
 def maps_table(maps: AttentionMaps) -> Table:
     """Return the statistics of all heads of the layer as a table."""
     rows = []
@@ -184,30 +173,22 @@ def map_plots(maps: AttentionMaps, head: int) -> list[Plot]:
     gap = maps.approximate[head] - maps.exact[head]
     bound = float(gap.abs().max()) or 1.0
     matrix = partial(matrix_plot, x="key", y="query")
-    texts = (
-        "Rows are queries, columns are keys.",
-        "The effective matrix of the backend, for the same queries and keys.",
-    )
     drawn = [
         matrix(
             weights.clamp_min(MIN_WEIGHT).log10().tolist(),
             name=name,
             title=title,
-            text=text,
             color="log10 of the weight",
             limits=(math.log10(MIN_WEIGHT), 0.0),
         )
-        for name, text, (title, weights) in zip(
-            ("exact", "approximate"), texts, pairs.items(), strict=True
-        )
+        for name, (title, weights) in zip(("exact", "approximate"), pairs.items(), strict=True)
     ]
     return [
         *drawn,
         matrix(
             gap.tolist(),
             name="difference",
-            title="Difference",
-            text="Blue where the approximation has less weight, red where it has more.",
+            title=f"Difference: weight under {maps.attention} minus softmax",
             color="difference",
             limits=(-bound, bound),
             colormap="RdBu_r",
@@ -215,8 +196,7 @@ def map_plots(maps: AttentionMaps, head: int) -> list[Plot]:
         line_plot(
             {name: dict(enumerate(entropy(x).tolist())) for name, x in pairs.items()},
             name="entropy",
-            title="Entropy",
-            text="Of each query's weights: 0 bits is one key, 8 bits are 256 keys of equal weight.",
+            title="Entropy of each query's weights",
             x="query",
             y="bits",
             scale="linear",
@@ -228,8 +208,7 @@ def map_plots(maps: AttentionMaps, head: int) -> list[Plot]:
 def write_maps(out: Path, maps: AttentionMaps, head: int) -> Path | None:
     """Write ``maps.json``, ``maps.html`` and its plots; return ``None`` without matplotlib."""
     _write_numbers(out / MAPS, {"heads": list(map(maps.facts, range(len(maps.exact))))})
-    parts: list[Part] = [summary(maps, head), *map_plots(maps, head), maps_table(maps)]
-    parts.append("".join(maps.tokens))
+    parts: list[Part] = [*map_plots(maps, head), maps_table(maps), "".join(maps.tokens)]
     title = f"Attention of layer {maps.layer}, head {head}"
     return write_page(out / "maps.html", title, parts)
 
@@ -280,11 +259,8 @@ def _heat_map(found: HeadStudy, measure: str) -> Plot:
     for name in found.layers:
         placed = dict(zip(found.numbers[name], found.measures[measure][name], strict=True))
         rows.append([placed.get(i, float("nan")) for i in range(width)])
-    text = MEASURE_TEXTS[measure]
-    title = measure.capitalize()
-    return matrix_plot(
-        rows, name=measure, title=title, text=text, x="head", y="layer", color=measure
-    )
+    title = MEASURE_TITLES[measure]
+    return matrix_plot(rows, name=measure, title=title, x="head", y="layer", color=measure)
 
 
 def heads_data(found: HeadStudy) -> dict[str, Any]:

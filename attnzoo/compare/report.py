@@ -105,15 +105,13 @@ def cost_plots(group: Group, curves: Sequence[Curve]) -> list[Plot]:
             {curve.attention: curve.ms for curve in curves if curve.ms},
             name=f"time-{name}",
             title=title,
-            text="Milliseconds per row: the fastest round.",
             x="tokens",
             y="milliseconds per row",
         ),
         line_plot(
             {k: {n: size / 2**20 for n, size in found.items()} for k, found in sizes.items()},
             name=f"memory-{name}",
-            title=f"{title}: {'cache' if decode else 'memory'}",
-            text="Memory kept between tokens." if decode else "Peak memory per row.",
+            title=f"{title}: {'cache' if decode else 'peak memory'}",
             x="tokens",
             y="MiB per row",
         ),
@@ -123,40 +121,16 @@ def cost_plots(group: Group, curves: Sequence[Curve]) -> list[Plot]:
 def quality_plots(rows: Sequence[Row], mode: str) -> list[Plot]:
     """Return quality against cost, loss by position and recall by distance."""
     plots, measured = [], measured_quality(rows)
-    for field, title, text, x, y in (
-        (
-            "cosine_by_length",
-            "Similarity of embeddings by length",
-            "Cosine similarity between the embeddings and those of the original model.",
-            "tokens",
-            "cosine similarity",
-        ),
-        (
-            "loss_by_position",
-            "Loss by position",
-            "Bits per byte of text by position in the row.",
-            "position, up to",
-            "bits per byte",
-        ),
-        (
-            "copy_by_distance",
-            "Recall by distance: a second copy",
-            "Fraction of the tokens of a second copy that are predicted correctly.",
-            "distance, tokens",
-            "tokens predicted correctly",
-        ),
-        (
-            "needle_by_distance",
-            "Recall by distance: a needle",
-            "Fraction of the digits of a number, given once, that are predicted correctly.",
-            "distance, tokens",
-            "digits predicted correctly",
-        ),
+    for field, title, x, y in (
+        ("cosine_by_length", "Similarity of embeddings", "tokens", "cosine similarity"),
+        ("loss_by_position", "Loss by position in the row", "position, up to", "bits per byte"),
+        ("copy_by_distance", "Tokens of a second copy", "distance, tokens", "predicted correctly"),
+        ("needle_by_distance", "Digits of a needle", "distance, tokens", "predicted correctly"),
     ):
         lines = {row["attention"]: row[field] for row in measured if row.get(field)}
         if lines:
             name = field.replace("_", "-")
-            plots.append(line_plot(lines, name=name, title=title, text=text, x=x, y=y, log=False))
+            plots.append(line_plot(lines, name=name, title=title, x=x, y=y, log=False))
     return [*_pareto(rows, mode), *plots]
 
 
@@ -183,9 +157,7 @@ def _pareto(rows: Sequence[Row], mode: str) -> list[Plot]:
         line_plot(
             {name: dict([point]) for name, point in points.items()} | {"Pareto front": front},
             name="pareto",
-            title="Quality against cost",
-            text=f"Milliseconds per row at {at} ({group_title(*group)}) and bits per byte, without "
-            "training. No attention is better and faster than those on the line.",
+            title="Quality without training against cost",
             x=f"milliseconds per row at {at}, {MODE_NAMES[group[2]]}",
             y="bits per byte, lower is better",
             scale="log",

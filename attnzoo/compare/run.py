@@ -20,7 +20,6 @@ from attnzoo.compare.cases import (
     ModelInfo,
     default_specs,
     is_exact,
-    make_cases,
 )
 from attnzoo.compare.tables import EQUAL, equal_windows
 from attnzoo.compare.workers import (
@@ -168,10 +167,6 @@ def check(config: CompareConfig, info: ModelInfo) -> tuple[list[AttentionSpec], 
         )
     if config.dtype is not None and not isinstance(getattr(torch, config.dtype, None), torch.dtype):
         raise SpecError(f"No dtype is called {config.dtype!r}; use for example float32 or bfloat16")
-    for name in ("tokens", "min_run_time", "timeout", "threads", "quality_length"):
-        value = getattr(config, name)
-        if value is not None and value <= 0:
-            raise SpecError(f"{name} must be above 0, got {value}")
     devices = list(config.devices or ("cpu", *(["cuda"] if torch.cuda.is_available() else [])))
     if "cuda" in devices and not torch.cuda.is_available():
         raise SpecError("torch finds no CUDA device; use --device cpu")
@@ -201,19 +196,7 @@ def compare(
     info = replace(info, dtype=config.dtype or info.dtype)
     check_folder(config.out)
     batch = None if missing_quality(config, info) else _quality_batch(config, info)
-    cases = [
-        case
-        for device in devices
-        for case in make_cases(
-            specs,
-            config.lengths,
-            levels=[level for level in LEVELS if level in config.levels],
-            mode=config.mode,
-            tokens=config.tokens,
-            dtype=config.dtype or ("float32" if device == "cpu" else "bfloat16"),
-            device=device,
-        )
-    ]
+    cases = _cases(config, specs, devices)
     run = Comparison(config, info, on_progress)
     if unchecked := _gpu_cases(cases, run.rows):
         on_progress("checking GPU kernels, up to a minute each, once")
@@ -291,7 +274,7 @@ class Comparison:
         self.on_progress("windows of equal memory")
         path, longest = Path(self.info.path), max(self.config.lengths)
         for spec in specs:
-            case = _model_case(spec, longest, 1, self.info.dtype)
+            case = CostCase.of(spec, longest, dtype=self.info.dtype)
             if is_exact(case.spec) or (key := f"{EQUAL} {case.key()}") in self.rows:
                 continue
             try:
@@ -310,7 +293,7 @@ class Comparison:
         workers = self.workers(4 * self.config.timeout)
         count, length = batch.shape
         for number, spec in enumerate(specs, 1):
-            case = _model_case(spec, length, count, "float32")
+            case = CostCase.of(spec, length, B=count)
             key = f"quality {batch.sha} {case.key()}"
             if key not in self.rows:
                 self.on_progress(f"quality {number}/{len(specs)}  {case.attention}")
@@ -349,11 +332,28 @@ class Comparison:
         return (other, limit) if fits else ()
 
 
-def _model_case(spec: AttentionSpec, length: int, rows: int, dtype: str) -> CostCase:
-    """Return a case of a whole model on the CPU."""
-    kind = {"level": "model", "mode": "forward", "device": "cpu"}
-    label, data = spec_label(spec), spec.to_dict()
-    return CostCase(attention=label, spec=data, T=length, B=rows, dtype=dtype, **kind)
+def _cases(
+    config: CompareConfig, specs: Sequence[AttentionSpec], devices: Sequence[str]
+) -> list[CostCase]:
+    """Return the cases by increasing length, so that failed attentions are not tried longer."""
+    dtypes = {"cpu": config.dtype or "float32", "cuda": config.dtype or "bfloat16"}
+    one = config.mode == "decode"
+    return [
+        CostCase.of(
+            spec,
+            length,
+            level=level,
+            mode=config.mode,
+            B=1 if one else max(1, config.tokens // length),
+            dtype=dtypes[device],
+            device=device,
+        )
+        for device in devices
+        for level in LEVELS
+        if level in config.levels
+        for length in sorted(config.lengths)
+        for spec in specs
+    ]
 
 
 def _place(case: CostCase) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from attnzoo.compare.fit import (
     Curve,
     best_exact,
     clear_gain,
-    clear_speedups,
+    clearly_faster,
     exponent,
     faster_from,
     speedups,
@@ -21,6 +21,7 @@ from attnzoo.report.format import format_bytes, format_length, number, significa
 from attnzoo.report.table import Table
 
 EQUAL = "equal window"  # kind of rows with the window of equal memory
+MIN_SPEEDUP = 1.1  # below this factor nothing is called faster
 ACCEPTABLE_LOSS = 0.1  # bits per byte that a recommended swap may cost without training
 ACCEPTABLE_COSINE = 0.99  # of a recommended swap's embeddings to the original model's
 LEVEL_NAMES = {"op": "operator", "model": "whole model"}
@@ -255,7 +256,12 @@ def headline(curves: Sequence[Curve], rows: Sequence[Row], missing: str = "") ->
     if not exact:
         return "No exact attention could be measured, so there is no baseline to compare with."
     longest = max(exact)
-    faster = clear_speedups(curves, longest)
+    clear = {x.attention for x in curves if longest in clearly_faster(x, curves)}
+    faster = {
+        name: factor
+        for name, factor in speedups(curves, longest).items()
+        if name in clear and factor >= MIN_SPEEDUP
+    }
     if not faster:
         return (
             f"At {format_length(longest)} tokens, nothing that was measured is clearly faster than "

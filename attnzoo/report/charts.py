@@ -24,13 +24,11 @@ class Plot:
     Attributes:
         name: File name of its PNG, without suffix.
         title: Title.
-        text: Paragraph beside it.
         draw: Draws it on a matplotlib ``Axes``; lines with a label are in the legend.
     """
 
     name: str
     title: str
-    text: str
     draw: Callable[[Any], None]
 
     def save(self, out: Path) -> Path:
@@ -71,7 +69,6 @@ def line_plot(
     *,
     name: str,
     title: str,
-    text: str,
     x: str,
     y: str,
     scale: Literal["lengths", "log", "linear"] = "lengths",
@@ -83,7 +80,6 @@ def line_plot(
         lines: Values by position, by name; a single value is a point.
         name: File name.
         title: Title.
-        text: Paragraph beside it.
         x: Label of the positions.
         y: Label of the values.
         scale: Of the positions; ``"lengths"`` is logarithmic, with a tick at each position.
@@ -105,7 +101,7 @@ def line_plot(
         axes.set(xlabel=x, ylabel=y, **({"yscale": "log"} if log else {}))
         axes.grid(alpha=0.4)
 
-    return Plot(name=name, title=title, text=text, draw=draw)
+    return Plot(name=name, title=title, draw=draw)
 
 
 def matrix_plot(
@@ -113,7 +109,6 @@ def matrix_plot(
     *,
     name: str,
     title: str,
-    text: str,
     x: str,
     y: str,
     color: str,
@@ -126,7 +121,6 @@ def matrix_plot(
         values: Rows.
         name: File name.
         title: Title.
-        text: Paragraph beside it.
         x: Label of the columns.
         y: Label of the rows.
         color: Label of the colours.
@@ -142,4 +136,4 @@ def matrix_plot(
         axes.set(xlabel=x, ylabel=y)
         axes.figure.colorbar(image, ax=axes, label=color)
 
-    return Plot(name=name, title=title, text=text, draw=draw)
+    return Plot(name=name, title=title, draw=draw)

@@ -43,7 +43,4 @@ def _html(part: str | Table | Plot, folder: Path) -> str:
         caption = f"<p>{html.escape(part.caption)}</p>" if part.caption else ""
         return f"<h2>{html.escape(part.title)}</h2>{part.html()}{caption}"
     image = b64encode(part.save(folder).read_bytes()).decode()
-    return (
-        f'<figure><img alt="{html.escape(part.title)}" src="data:image/png;base64,{image}">'
-        f"<figcaption>{html.escape(part.text)}</figcaption></figure>"
-    )
+    return f'<img alt="{html.escape(part.title)}" src="data:image/png;base64,{image}">'

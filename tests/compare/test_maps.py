@@ -5,7 +5,7 @@ import torch
 import transformers as hf
 
 import attnzoo
-from attnzoo.compare.maps import difference, make_maps, summary, write_maps
+from attnzoo.compare.maps import difference, make_maps, write_maps
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.heads import entropy
 from attnzoo.spec import AttentionSpec
@@ -59,7 +59,6 @@ def test_written_files(found, tmp_path):
     assert page.read_text().count("<img") == 4
     pictures = {path.stem for path in (tmp_path / "pictures").glob("*.png")}
     assert pictures == {"exact", "approximate", "difference", "entropy"}
-    assert "head 3, 96 tokens: linear moves" in summary(found["linear"], 3)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from attnzoo.backends.feature_maps import base as feature_maps
 from attnzoo.backends.feature_maps import config as feature_map_config
 from attnzoo.commands.compare import parse_lengths
 from attnzoo.compare import run as run_module
-from attnzoo.compare.report import advice, group_curves, write_report
+from attnzoo.compare.report import group_curves, write_report
 from attnzoo.compare.run import (
     CompareConfig,
     compare,
@@ -57,6 +57,19 @@ def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("".join(f"line {i} has {i * i} in it\n" for i in range(400)))
     return path
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    """Measure in this process: an error that is no refusal stops the test."""
+
+    def run(self, function, *arguments, device="cpu"):
+        try:
+            return {"status": OK, **function(*arguments)}
+        except AttnzooError as error:
+            return {"status": REFUSED, "reason": str(error)}
+
+    monkeypatch.setattr(Workers, "run", run)
 
 
 @pytest.fixture
@@ -189,14 +202,7 @@ def test_an_interrupted_run_is_resumed(llama, tmp_path, monkeypatch):
     assert (tmp_path / FILE).read_text().splitlines()[: len(lines)] == lines
 
 
-def test_advice_recommends_what_was_measured_only(measured):
-    config, rows = measured
-    _, table = advice(rows, "forward")
-    assert [row[0] for row in table.rows] == ["flash", "linear"]
-    assert 20_000 < write_report(config.out, rows, "forward").stat().st_size < 1e6
-
-
-def test_decoding_keeps_a_state_of_constant_size(llama, tmp_path):
+def test_decoding_keeps_a_state_of_constant_size(llama, in_process, tmp_path):
     rows = compare(compare_config(llama, tmp_path, mode="decode", lengths=[64, 256], quality=False))
     assert all(row["status"] == OK for row in rows), rows
     kept = {(row["level"], row["attention"], row["T"]): row["kept_bytes"] for row in rows}
@@ -206,7 +212,7 @@ def test_decoding_keeps_a_state_of_constant_size(llama, tmp_path):
     assert kept["op", "flash", 64] == 2 * 4 * 64 * 2 * 8  # keys and values, 2 heads of 8
 
 
-def test_training_has_gradients(measured, llama, tmp_path):
+def test_training_has_gradients(measured, llama, in_process, tmp_path):
     rows = compare(compare_config(llama, tmp_path, mode="train", lengths=[64], quality=False))
     assert all(row["status"] == OK for row in rows), rows
     rows += [row for row in measured[1] if row["kind"] == "cost" and row["T"] == 64]
@@ -215,7 +221,7 @@ def test_training_has_gradients(measured, llama, tmp_path):
         assert memory["train", level, "linear"] > memory["forward", level, "linear"]
 
 
-def test_an_encoder_is_measured(text, tmp_path):
+def test_an_encoder_is_measured(text, in_process, tmp_path):
     """Its quality is the similarity of its embeddings to those of exact attention."""
     torch.manual_seed(0)
     config = BertConfig(
@@ -317,7 +323,7 @@ def test_a_broken_file_is_refused(llama, tmp_path, content, message):
         compare(compare_config(llama, tmp_path))
 
 
-def test_fresh_moves_the_old_file(llama, tmp_path, monkeypatch):
+def test_fresh_moves_the_old_file(llama, in_process, tmp_path):
     (tmp_path / FILE).write_text("nonsense")
     compare(compare_config(llama, tmp_path, lengths=[64], levels=["op"], quality=False, fresh=True))
     assert (tmp_path / "results.jsonl.old").read_text() == "nonsense"
@@ -382,7 +388,6 @@ def test_why_no_quality_is_measured(llama, text):
         ({"mode": "decoed"}, "Did you mean 'decode'"),
         ({"levels": ["opp"]}, "Did you mean 'op'"),
         ({"dtype": "float33"}, "float33"),
-        ({"tokens": 0}, "tokens must be above 0, got 0"),
         ({"devices": ["cuda"]}, "no CUDA"),
         ({"text": "nowhere.txt"}, "cannot be read"),
     ],
@@ -404,26 +409,10 @@ def test_too_little_text(llama, tmp_path):
         compare(compare_config(llama, tmp_path / "out", text=tmp_path / "text.txt"))
 
 
-def test_a_model_without_a_head(llama, text, tmp_path):
-    """Its layers are causal, but it predicts nothing: no decoding; its embeddings are compared."""
-    model = LlamaModel.from_pretrained(llama)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(5)  # attention that is far from uniform
-    model.save_pretrained(tmp_path / "base")
-    ByT5Tokenizer().save_pretrained(tmp_path / "base")
+def test_a_model_without_a_head_does_not_decode(llama, tmp_path):
+    LlamaModel.from_pretrained(llama).save_pretrained(tmp_path / "base")
     with pytest.raises(SpecError, match="no head that predicts tokens"):
         compare(compare_config(tmp_path / "base", tmp_path / "out", mode="decode"))
-    rows = compare(
-        compare_config(
-            tmp_path / "base", tmp_path / "out", levels=["model"], lengths=[64], text=text
-        )
-    )
-    assert [(row["kind"], row["status"]) for row in rows] == [
-        *[("quality", OK)] * 2,
-        *[("cost", OK)] * 2,
-    ]
-    assert rows[1]["cosine"] < rows[0]["cosine"] == pytest.approx(1, abs=1e-3)
 
 
 def test_exact_attention_is_added_where_none_was_named(llama):

@@ -11,7 +11,7 @@ import attnzoo
 from attnzoo import AttentionSpec
 from attnzoo.cli import main
 from attnzoo.compare.build import cache_size
-from attnzoo.compare.cases import default_specs, make_cases
+from attnzoo.compare.cases import CostCase, default_specs
 from attnzoo.compare.run import read_model_info
 from attnzoo.evaluation.decoding import layer_bytes
 from attnzoo.evaluation.equal_memory import equal_window, saved_cache_bytes
@@ -108,11 +108,7 @@ def test_bytes_are_those_allocated(half, spec):
 def test_all_that_count_bytes_give_those_allocated(half, name, length):
     """Of a model in bfloat16: what plan, memory, compare and the window of equal memory count."""
     spec = SPECS[name]
-    (case,) = make_cases(
-        *([spec], [length]),
-        **{"levels": ["model"], "mode": "decode", "tokens": 0},
-        **{"dtype": "float32", "device": "cpu"},
-    )
+    case = CostCase.of(spec, length, mode="decode")
     found = {
         "plan": sum(saved_cache_bytes(half, spec, length).values()),
         "memory": attnzoo.estimate_memory(half, spec, length=length).cache,

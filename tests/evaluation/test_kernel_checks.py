@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import attnzoo
 from attnzoo.compare.build import prepare
-from attnzoo.compare.cases import make_cases
+from attnzoo.compare.cases import CostCase
 from attnzoo.compare.run import _gpu_cases, read_model_info
 from attnzoo.compare.workers import check_case_kernels
 from attnzoo.errors import UnsupportedError
@@ -89,8 +89,12 @@ def test_a_model_on_a_cpu_is_not_run(checked, monkeypatch):
 
 def gpu_cases(levels, lengths, *names):
     specs = [attnzoo.AttentionSpec(name) for name in names]
-    options = {"mode": "forward", "tokens": 16, "dtype": "float32"}
-    return make_cases(specs, lengths, levels=levels, device="cuda", **options)
+    return [
+        CostCase.of(spec, length, level=level, device="cuda")
+        for level in levels
+        for length in lengths
+        for spec in specs
+    ]
 
 
 def test_compare_checks_the_shortest_case_of_the_whole_model():

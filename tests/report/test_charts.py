@@ -17,7 +17,7 @@ def drawn(plot):
 
 
 def lines(values, **given):
-    texts = {"name": "x", "title": NAMES[0], "text": NAMES[3], "x": "tokens", "y": "MiB"}
+    texts = {"name": "x", "title": NAMES[0], "x": "tokens", "y": "MiB"}
     return line_plot(values, **(texts | given))
 
 
@@ -38,7 +38,7 @@ def test_many_positions_have_no_markers_and_a_linear_scale():
 
 
 def test_a_matrix_has_its_first_row_at_the_top():
-    texts = {"name": "m", "title": "", "text": "", "x": "key", "y": "query", "color": "bits"}
+    texts = {"name": "m", "title": "", "x": "key", "y": "query", "color": "bits"}
     axes = drawn(matrix_plot([[0.0, 1.0], [2.0, 3.0]], **texts, limits=(-1.5, None)))
     assert axes.yaxis_inverted()
     assert axes.images[0].get_clim() == (-1.5, 3.0)
@@ -46,7 +46,7 @@ def test_a_matrix_has_its_first_row_at_the_top():
 
 def test_a_page_has_its_parts_and_pictures(tmp_path):
     table = Table(columns=["a", "b"], rows=[["<x>", "1"]], title="numbers")
-    empty = Plot(name="e", title="", text="", draw=lambda axes: None)
+    empty = Plot(name="e", title="", draw=lambda axes: None)
     plots = [lines({"a" * 40: {64: 1.0}, "b": {128: 2.0}}), empty]
     page = write_page(tmp_path / "page.html", "a <title>", ["one & two", None, table, *plots])
     text = page.read_text()

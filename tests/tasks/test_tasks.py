@@ -8,10 +8,13 @@ import torch
 from attnzoo.errors import AttnzooError, SpecError
 from attnzoo.evaluation.results import FILE
 from attnzoo.spec import AttentionSpec
-from attnzoo.tasks.recall import IGNORED, SYMBOLS, TASKS, find_task
-from attnzoo.tasks.run import (
+from attnzoo.tasks import (
+    IGNORED,
+    SYMBOLS,
+    TASKS,
     TaskOptimizer,
     evaluate,
+    find_task,
     losses,
     make_model,
     over_seeds,
@@ -61,8 +64,8 @@ def test_duplication_asks_for_the_word():
 @pytest.fixture
 def few(monkeypatch):
     """Evaluate on a few rows, because these tests do not measure quality."""
-    monkeypatch.setattr("attnzoo.tasks.run.TEST_ROWS", 4)
-    monkeypatch.setattr("attnzoo.tasks.run.TEST_BATCH", 4)
+    monkeypatch.setattr("attnzoo.tasks.TEST_ROWS", 4)
+    monkeypatch.setattr("attnzoo.tasks.TEST_BATCH", 4)
 
 
 def test_the_same_seed_is_the_same_model_and_the_same_rows_for_all(few, tmp_path):
@@ -161,7 +164,7 @@ def test_runs_are_saved_and_resumed(tmp_path, monkeypatch, few):
     options = {"specs": specs, "seeds": 1, "steps": 1}
     rows = run_tasks("duplication", tmp_path, **options)
     assert [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()] == rows
-    monkeypatch.setattr("attnzoo.tasks.run.train", None)  # a call would raise an error
+    monkeypatch.setattr("attnzoo.tasks.train", None)  # a call would raise an error
     assert run_tasks("duplication", tmp_path, **options) == rows
     table = tabulate(find_task("duplication"), rows)
     assert table.columns == ["attention", "15 symbols", "31 symbols", "63 symbols", "s per run"]
@@ -170,7 +173,7 @@ def test_runs_are_saved_and_resumed(tmp_path, monkeypatch, few):
 
 
 def test_invalid_arguments_are_refused_before_training(tmp_path, monkeypatch):
-    monkeypatch.setattr("attnzoo.tasks.run.train", None)
+    monkeypatch.setattr("attnzoo.tasks.train", None)
     out = tmp_path / "out"
     with pytest.raises(SpecError, match="Did you mean 'mqar'"):
         run_tasks("mqra", out)

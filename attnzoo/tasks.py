@@ -1,6 +1,7 @@
-"""Train small models with several attentions on a task, and tabulate the results.
+"""Recall tasks: small models with several attentions are trained on one and compared.
 
-All have the same config and budget, and several seeds.
+All have the same config and budget, and several seeds. The tasks are multi-query associative recall
+and duplication.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import IterableDataset
@@ -29,7 +31,7 @@ from transformers import (
 )
 
 import attnzoo
-from attnzoo.errors import SpecError
+from attnzoo.errors import SpecError, did_you_mean
 from attnzoo.evaluation.models import spec_label
 from attnzoo.evaluation.presets import preset_specs
 from attnzoo.evaluation.results import FORMAT, Row, append, commit, open_results
@@ -37,7 +39,6 @@ from attnzoo.evaluation.timing import machine
 from attnzoo.hf.swap.convert import swap
 from attnzoo.report.table import Table
 from attnzoo.spec import AttentionSpec
-from attnzoo.tasks.recall import IGNORED, Task, find_task
 from attnzoo.training.transfer import extras
 
 BACKENDS = ("flash", "reformer", "longformer", "linear", "gated_linear", "delta", "performer")
@@ -48,6 +49,104 @@ ADAMW_LR = 3e-3  # for all other parameters
 WARM_UP = 0.05  # fraction of the steps
 SMALLEST_ONLY = 0.3  # fraction of the steps with the smallest size only
 TEST_ROWS, TEST_BATCH = 256, 64
+IGNORED = -100  # label of positions without a target, as in cross-entropy
+KEYS = 32  # number of key tokens in associative recall, and of value tokens
+SYMBOLS = 62  # of duplication, besides a separator
+SEPARATOR = SYMBOLS
+LabelledRows = tuple[Tensor, Tensor]  # tokens, and the token to predict after each or IGNORED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A generated task.
+
+    Attributes:
+        name: Name on the command line.
+        about: What the model predicts, and the source, in one line.
+        vocabulary: Number of tokens.
+        draw: Generates rows from their number, their size, and a generator. There are too many
+            different rows to memorise, so held-out rows are drawn in the same way.
+        train_sizes: Sizes in training; small ones help to learn the large ones.
+        test_sizes: Sizes in evaluation, increasing.
+        size_unit: Unit of a size.
+        steps: Training steps.
+        batch: Rows per step at the smallest size; larger sizes have as many tokens.
+    """
+
+    name: str
+    about: str
+    vocabulary: int
+    draw: Callable[[int, int, Generator], LabelledRows]
+    train_sizes: tuple[int, ...]
+    test_sizes: tuple[int, ...]
+    size_unit: str
+    steps: int
+    batch: int
+
+
+def draw_mqar(count: int, size: int, generator: Generator) -> LabelledRows:
+    """Draw ``size`` key-value pairs, then all of them again in another order.
+
+    Each of the ``KEYS`` keys occurs in at most one pair; there are as many values. The target
+    after the second occurrence of a key is its value.
+    """
+    keys = torch.rand(count, KEYS, generator=generator).argsort(1)[:, :size]
+    values = KEYS + torch.randint(KEYS, (count, size), generator=generator)
+    order = torch.rand(count, size, generator=generator).argsort(1)
+    first = torch.stack([keys, values], 2).flatten(1)
+    second = torch.stack([keys.gather(1, order), values.gather(1, order)], 2).flatten(1)
+    tokens = torch.cat([first, second], 1)
+    labels = torch.full_like(tokens, IGNORED)
+    labels[:, 2 * size :: 2] = values.gather(1, order)
+    return tokens, labels
+
+
+def draw_duplication(count: int, size: int, generator: Generator) -> LabelledRows:
+    """Draw 0 w 0 w with a word w of ``size`` symbols; the targets are those of the second copy."""
+    word = torch.randint(SYMBOLS, (count, size), generator=generator)
+    zero = torch.full((count, 1), SEPARATOR)
+    tokens = torch.cat([zero, word, zero, word], 1)
+    labels = torch.full_like(tokens, IGNORED)
+    labels[:, size + 1 : -1] = word
+    return tokens, labels
+
+
+MQAR = Task(
+    name="mqar",
+    about="multi-query associative recall (arXiv:2312.04927): the value of each repeated key",
+    vocabulary=2 * KEYS,
+    draw=draw_mqar,
+    train_sizes=(4, 8, 16, 32),
+    test_sizes=(8, 16, 32),
+    size_unit="pairs",
+    steps=1200,
+    batch=128,
+)
+DUPLICATION = Task(
+    name="duplication",
+    about="the second copy of a word (arXiv:2001.04451)",
+    vocabulary=SYMBOLS + 2,
+    draw=draw_duplication,
+    train_sizes=(15, 31, 63),
+    test_sizes=(15, 31, 63),
+    size_unit="symbols",
+    steps=600,
+    batch=64,
+)
+TASKS = {task.name: task for task in (MQAR, DUPLICATION)}
+
+
+def find_task(name: str) -> Task:
+    """Return the task called ``name``.
+
+    Raises:
+        SpecError: No task has that name.
+    """
+    if name not in TASKS:
+        raise SpecError(
+            f"No task is called {name!r}.{did_you_mean(name, TASKS)} Available: {', '.join(TASKS)}."
+        )
+    return TASKS[name]
 
 
 class ConvolvedEmbedding(nn.Module):
@@ -165,7 +264,7 @@ class TaskBatches(IterableDataset[Mapping[str, Tensor]]):
 
     def __iter__(self) -> Iterator[Mapping[str, Tensor]]:
         """Draw rows of all sizes of a step in turn; larger sizes have as many tokens."""
-        task, generator = self.task, torch.Generator().manual_seed(1_000 + self.seed)
+        task, generator = self.task, Generator().manual_seed(1_000 + self.seed)
         for step in range(self.steps):
             sizes = sizes_at(task, step / self.steps)
             size = sizes[step % len(sizes)]
@@ -231,7 +330,7 @@ def evaluate(model: PreTrainedModel, task: Task) -> dict[int, float]:
     model.eval()
     found = {}
     for size in task.test_sizes:
-        generator = torch.Generator().manual_seed(size)
+        generator = Generator().manual_seed(size)
         correct = [
             losses(model, *task.draw(TEST_BATCH, size, generator))[1]
             for _ in range(TEST_ROWS // TEST_BATCH)

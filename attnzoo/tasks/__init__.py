@@ -1,1 +1,0 @@
-"""``attnzoo tasks``: synthetic tasks on which small models are trained from scratch."""
