@@ -89,34 +89,18 @@ def test_outputs_are_checked_before_anything_is_measured(
     assert (tmp_path / "maps" / "maps.json").read_text() == "mine"
 
 
-def test_a_plan_names_the_embedded_model(attnzoo, text, tmp_path):
-    out = tmp_path / "plan.json"
-    given = [
-        "plan",
-        "embedded",
-        "--data",
-        text,
-        "--max-length",
-        32,
-        "--rows",
-        1,
-        "--output-file",
-        out,
-    ]
-    code, printed, _ = attnzoo(*given, "--candidate", "longformer:window=4")
-    assert code == 0
-    assert f"Next:   attnzoo recover embedded --plan {out} ..." in printed
-
-
-def test_brackets_are_printed_as_they_are(attnzoo, saved, text, tmp_path):
-    """Rich reads [red] and [/x] as markup."""
+def test_brackets_are_printed_as_they_are(attnzoo, text, tmp_path):
+    """Rich reads [red] and [/x] as markup. A plan calls the embedded model by its name."""
     out = tmp_path / "[red][/x]" / "plan.json"
-    given = ["plan", saved, "--data", text, "--max-length", 32, "--rows", 1, "--output-file", out]
-    code, printed, _ = attnzoo(*given, "--candidate", "longformer:window=4")
+    given = ["plan", "embedded", "--data", text, "--max-length", 32, "--rows", 1]
+    given += ["--candidate", "longformer:window=4"]
+    code, printed, _ = attnzoo(*given, "--output-file", out)
     assert code == 0
     assert f"Plan:   {out}" in printed
-    code, printed, _ = attnzoo(*given, "--candidate", "longformer:window=4", "--overwrite")
+    assert f"Next:   attnzoo recover embedded --plan '{out}' ..." in printed
+    code, printed, _ = attnzoo(*given)
     assert code == 0
+    assert "Nothing was written" in printed
     code, _, err = attnzoo("describe", "[red][/x]")
     assert code == 2
     assert "'[red][/x]'" in err
