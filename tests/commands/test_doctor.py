@@ -69,7 +69,7 @@ def test_this_installation_passes(monkeypatch):
         row, detail = rows["GPU kernels"], "there is no NVIDIA GPU, so nothing to check"
     assert (row.status, row.detail) == (UNAVAILABLE, detail)
     assert attnzoo.__version__ in rows["machine"].detail
-    assert rows["a swapped model equals the stock model"].detail.startswith("logits within")
+    assert "equals the stock model" in rows["swapped models in transformers"].detail
     assert "modeling_utils" in rows["patches of transformers"].detail
 
 
@@ -186,11 +186,3 @@ def test_wrong_fused_attention_fails(monkeypatch):
     row = only(monkeypatch, "x", checks["SDPA, math"])
     assert row.status == WRONG
     assert "out differs from float64" in row.detail
-
-
-def test_a_swap_that_changes_the_model_fails(monkeypatch):
-    swap = attnzoo.swap
-    monkeypatch.setattr(attnzoo, "swap", lambda model, name: swap(model, "linear"))
-    row = only(monkeypatch, "x", installation._swapped_model)
-    assert row.status == WRONG
-    assert "logits differ by" in row.detail
