@@ -33,6 +33,7 @@ from attnzoo.compare.workers import OK, Workers
 from attnzoo.evaluation.memory import (
     TOTALS,
     MemoryEstimator,
+    MemoryUse,
     enable_checkpointing,
     inference,
     training_loss,
@@ -99,7 +100,7 @@ def make_estimator(row: Configuration, folder: Path) -> MemoryEstimator:
     return MemoryEstimator(path=path, spec=spec, batch=row.batch, dtype=row.dtype)
 
 
-def measure(estimator: MemoryEstimator, length: int) -> dict[str, int | None]:
+def measure(estimator: MemoryEstimator, length: int, computed: MemoryUse) -> dict[str, int | None]:
     """Return the computed memory with what this process really allocates in its place.
 
     The weights are random, and the optimizer does not run.
@@ -115,7 +116,7 @@ def measure(estimator: MemoryEstimator, length: int) -> dict[str, int | None]:
     kept, peak = measure_training(model, forward)
     again = measure_training(model, forward) if enable_checkpointing(model) else None
     use = replace(
-        estimator.compute(length),
+        computed,
         **{"activations": kept, "peaks": (peak,), "prompt": prompt, "cache": cache, "step": step},
         activations_checkpointed=again and again[0],
         peaks_checkpointed=again and (again[1],),
@@ -143,9 +144,10 @@ def main() -> None:
             continue
         with tempfile.TemporaryDirectory() as folder:
             estimator = make_estimator(row, Path(folder))
-            computed = estimator.at(row.length).to_dict()
+            use = estimator.at(row.length)
+            computed = use.to_dict()
             workers = Workers(threads=torch.get_num_threads(), timeout=600, memory_bytes=12 * 2**30)
-            result = workers.run(measure, estimator, row.length)
+            result = workers.run(measure, estimator, row.length, use)
         name = f"{row.model}, {estimator.attention}"
         size = f"{format_length(row.length)} x {row.batch}, {row.dtype}"
         if result["status"] != OK:

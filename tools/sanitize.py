@@ -17,6 +17,7 @@ from pathlib import Path
 
 COMPILER = "g++"
 SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined"
+REFUSED = "tests/ops/test_refused_values.py"  # what kernels must refuse before they read it
 VARIANTS = {"this CPU": "", "without AVX-512": "-mno-avx512f -DEMULATE_AMX"}
 
 
@@ -47,8 +48,10 @@ def start(flags: str, folder: Path) -> subprocess.Popen[str]:
         "LD_PRELOAD": f"{runtime('asan')} {runtime('ubsan')}",
         "OMP_NUM_THREADS": "1",
     }
+    check = f"{sys.executable} -m attnzoo.evaluation.check_cpp"
+    refused = f"{sys.executable} -m pytest -q -n 0 -p no:cacheprovider {REFUSED}"
     return subprocess.Popen(
-        [sys.executable, "-m", "attnzoo.evaluation.check_cpp"],
+        ["sh", "-c", f"{check} && {refused}"],
         env=os.environ | settings,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -10,11 +10,9 @@ import typer
 
 from attnzoo.commands.options import Attentions, Model, parse_size, specs_of
 from attnzoo.commands.terminal import AsJson, console, problems
+from attnzoo.errors import AttnzooError
 from attnzoo.report.live import show_status
 
-Fit = Annotated[
-    str | None, typer.Option(help="also print the longest input that fits, such as 24GB")
-]
 COLUMNS = {name: name for name in ("parameters", "gradients", "optimizer", "activations")} | {
     "activations_checkpointed": "checkpointed",
     "training": "training",
@@ -56,7 +54,6 @@ def memory(
         int,
         typer.Option(help="GPUs that share --batch-size rows and divide weights (FSDP2)"),
     ] = 1,
-    fit: Fit = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the memory of training and decoding, computed without weights or a run.
@@ -68,7 +65,6 @@ def memory(
     from attnzoo.hf.saving.dtype import dtype_name, saved_dtype
     from attnzoo.report.format import format_length
 
-    limit = parse_size(fit, "--fit") if fit else None
     tokens = parse_size(max_length, "--max-length")
     settings: dict[str, Any] = {
         **{"batch": batch_size, "dtype": dtype or dtype_name(saved_dtype(path))},
@@ -80,13 +76,36 @@ def memory(
     with show_status(problems if as_json else console) as show:
         for estimator in found:
             show(estimator.attention)
-            rows.append(_row(estimator, tokens, limit) | {"length": tokens, **settings})
+            spec = estimator.spec and estimator.spec.to_dict()
+            row = {"attention": estimator.attention, "spec": spec, "length": tokens, **settings}
+            try:
+                row |= {"computed": estimator.at(tokens).to_dict(), "reason": ""}
+            except AttnzooError as error:
+                row |= {"computed": None, "reason": str(error)}
+            rows.append(row)
     if as_json:
         print(json.dumps(rows, indent=2))
         return
     title = f"{format_length(tokens)} tokens, {batch_size} row{'s' if batch_size > 1 else ''}, "
     title += settings["dtype"] + (f", one of {gpus} GPUs" if gpus > 1 else "")
-    _print_tables(rows, title, fit)
+    _print(rows, title)
+
+
+def _print(rows: list[dict[str, Any]], title: str) -> None:
+    """Print the memory of every attention, and the reasons of those without."""
+    from attnzoo.report.format import format_bytes
+    from attnzoo.report.table import Table
+
+    body = [
+        [row["attention"], *(format_bytes(row["computed"][key]) for key in COLUMNS)]
+        for row in rows
+        if row["computed"]
+    ]
+    columns = ["attention", *COLUMNS.values()]
+    Table(columns=columns, rows=body, title=title, caption=CAPTION).print(console)
+    for row in rows:
+        if row["reason"]:
+            console.print(f"{row['attention']}: {row['reason']}", soft_wrap=True, highlight=False)
 
 
 def _specs(path: Path, attention: list[str] | None) -> list[Any]:
@@ -104,54 +123,3 @@ def _specs(path: Path, attention: list[str] | None) -> list[Any]:
         return default_specs(names, causal=causal)
 
     return specs_of(attention, presets) or presets(None)
-
-
-def _row(estimator: Any, tokens: int, limit: int | None) -> dict[str, Any]:
-    """Return the memory of an attention, what fits, and the reason of a refusal."""
-    from attnzoo.errors import AttnzooError
-    from attnzoo.evaluation.memory import TOTALS
-
-    spec = estimator.spec and estimator.spec.to_dict()
-    row: dict[str, Any] = {"attention": estimator.attention, "spec": spec}
-    row |= {"computed": None, "fit": None, "reason": ""}
-    try:
-        row["computed"] = estimator.at(tokens).to_dict()
-        if limit is not None:
-            lengths = {total: estimator.longest_that_fits(limit, total) for total in TOTALS}
-            row["fit"] = {"bytes": limit, "longest": estimator.longest, **lengths}
-    except AttnzooError as error:
-        row["reason"] = str(error)
-    return row
-
-
-def _print_tables(rows: list[dict[str, Any]], title: str, limit: str | None) -> None:
-    """Print the memory of every attention, the longest inputs within a limit, and refusals."""
-    from attnzoo.evaluation.memory import TOTALS
-    from attnzoo.report.format import format_bytes, format_length
-    from attnzoo.report.table import Table
-
-    def cell(length: int | None, longest: int) -> str:
-        if not length:
-            return "-" if length is None else "none"
-        text = format_length(length)
-        return f"all lengths, to {text}" if length == longest else text
-
-    body = [
-        [row["attention"], *(format_bytes(row["computed"][key]) for key in COLUMNS)]
-        for row in rows
-        if row["computed"]
-    ]
-    columns = ["attention", *COLUMNS.values()]
-    Table(columns=columns, rows=body, title=title, caption=CAPTION).print(console)
-    if limit:
-        body = [
-            [row["attention"], *(cell(row["fit"][key], row["fit"]["longest"]) for key in TOTALS)]
-            for row in rows
-            if row["fit"]
-        ]
-        columns = ["attention", *(COLUMNS[key] for key in TOTALS)]
-        title = f"Longest input within {limit}, tokens per row"
-        Table(columns=columns, rows=body, title=title).print(console)
-    for row in rows:
-        if row["reason"]:
-            console.print(f"{row['attention']}: {row['reason']}", soft_wrap=True, highlight=False)

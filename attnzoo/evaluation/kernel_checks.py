@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -53,10 +53,7 @@ class KernelCheck:
 
 
 def check_kernels(
-    call: Callable[[], object] | None = None,
-    *,
-    fresh: bool = False,
-    log: Log = logger.warning,
+    call: Callable[[], object], *, fresh: bool = False, log: Log = logger.warning
 ) -> list[KernelCheck]:
     """Check the GPU kernels that a call needs, so that ``impl="auto"`` selects those that pass.
 
@@ -66,8 +63,7 @@ def check_kernels(
     Call it outside ``torch.compile`` and CUDA graphs, which keep what was selected.
 
     Args:
-        call: Runs the model once in the way in which it will be used. ``None`` checks all kernels
-            with sizes up to 128 on all GPUs, which takes several minutes.
+        call: Runs the model once in the way in which it will be used.
         fresh: Whether to check kernels again that have a verdict.
         log: Called with a message before and after each check.
 
@@ -79,15 +75,8 @@ def check_kernels(
         >>> attnzoo.check_kernels(lambda: attnzoo.ops.linear_attention(q, k, v))
         []
     """
-    if call is None:
-        devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-        return _check_all((x for device in devices for x in device_groups(device)), fresh, log)
     with collect_groups() as groups:
         call()
-    return _check_all(groups, fresh, log)
-
-
-def _check_all(groups: Iterable[KernelGroup], fresh: bool, log: Log) -> list[KernelCheck]:
     return [check_group(group, fresh=fresh, log=log) for group in groups]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
@@ -43,7 +42,6 @@ BYTES_OF_4_BITS = 0.5 + 1 / 64 + 4 / (64 * 256)
 LORA_RANK = 16  # as in recover
 SHORTEST = 1024  # tokens; the shortest of the three lengths from which longer ones follow
 MAX_LENGTH = 2**24  # tokens
-ATTEMPTS = 4  # of computing the memory at a length that should fit
 TOTALS = ("training", "training_checkpointed", "inference", "decoding")
 
 
@@ -212,27 +210,6 @@ class MemoryEstimator:
         names = (field.name for field in fields(MemoryUse))
         found = {name: value([getattr(use, name) for use in self._samples]) for name in names}
         return MemoryUse(**found)
-
-    def longest_that_fits(self, limit: int, total: str) -> int | None:
-        """Return the most tokens per row with which a total stays within a limit.
-
-        Args:
-            limit: Bytes.
-            total: One of ``TOTALS``.
-
-        Returns:
-            0 if no length fits, ``longest`` if all do, ``None`` if the model has no such total.
-        """
-        if getattr(self._samples[0], total) is None:
-            return None
-        lengths = range(1, self.longest + 1)
-        found = bisect_right(lengths, limit, key=lambda n: getattr(self._extrapolate(n), total))
-        for _ in range(ATTEMPTS):
-            used = getattr(self.at(found), total) if found else 0
-            if used <= limit:
-                return found
-            found = min(found - 1, int(0.99 * found * limit / used))
-        return 0
 
     def build(self, length: int) -> PreTrainedModel:
         """Build the model with random weights, for rows of a length.

@@ -42,6 +42,7 @@ def checked(monkeypatch, tmp_path):
     monkeypatch.setattr(triton_verdicts, "run_check", run_check)
     monkeypatch.setattr(kernel_checks, "ON_GPU", (DEVICE.type,))
     for name in ("linear", "mlstm", "rwkv6"):
+        getattr(attnzoo.ops, f"{name}_attention")  # which registers its implementations
         for op in (f"{name}_attention", f"{name}_step"):
             change_implementation(monkeypatch, op, "triton", devices=(DEVICE.type,))
             change_implementation(monkeypatch, op, "cpp", automatic="")

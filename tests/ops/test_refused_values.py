@@ -1,9 +1,10 @@
 """Values of slots, sequences and positions that would become addresses outside of the tensors.
 
-The calls are those of ``attnzoo doctor`` and ``python -m tools.sanitize``.
+``python -m tools.sanitize`` shows that the kernels read and write nothing before they refuse.
 """
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -15,13 +16,87 @@ from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import CountedLinearState, check_slots
 from attnzoo.errors import UnsupportedError
-from attnzoo.evaluation.check_cpp import OPS, SEQUENCES, SLOTS, bad_sequences, bad_slots
-from attnzoo.ops import matrix_gated_attention
+from attnzoo.ops import (
+    delta_attention,
+    linear_attention,
+    matrix_gated_attention,
+    mlstm_attention,
+    rwkv6_attention,
+)
 from attnzoo.ops.block_sparse.cpu import block_sparse
 from attnzoo.ops.block_sparse.gather import SparseTensors
 from attnzoo.ops.block_sparse.options import SparseOptions
 from attnzoo.ops.block_sparse.selection import NO_BLOCK
+from attnzoo.ops.hybrid.api import hybrid_attention
+from attnzoo.ops.hybrid.state import LinearBranch
+from attnzoo.ops.window.blockwise_cpu import LocalOptions
 from attnzoo.ops.window.causal_window import causal_window_attention
+from attnzoo.ops.window.cpu.band import band_attention_cpp
+from attnzoo.ops.window.pattern import Band, GlobalIndices
+
+SLOTS = ((0, 4), (-2, 1), (3, 2**62), (-(2**62), 0))  # some are no rows of a pool of 4 states
+SEQUENCES = {  # starts, lengths and longest in a row of 64 tokens
+    "past the end": ((0, 32), (32, 33), 64),
+    "far": ((0, 10**9), (32, 32), 32),
+    "before the row": ((-(10**8), 32), (32, 32), 32),
+    "of a negative length": ((0, 32), (-5, 32), 32),
+    "that overlap": ((0, 31), (32, 32), 32),
+    "in another order": ((32, 0), (32, 32), 32),
+    "whose ends overflow": ((2**62, 2**62), (2**62, 2**62), 2**62),
+    "longer than longest": ((0, 32), (32, 32), 31),
+}
+
+
+def rows(batch, tokens):
+    """Return q, k and v, and gates."""
+    return *torch.rand(3, batch, 2, tokens, 16), torch.rand(batch, 2, tokens)
+
+
+def of_linear(q, k, v, gates, **options):
+    return linear_attention(q, k, v, log_decay=-gates, **options)
+
+
+def of_delta(q, k, v, gates, **options):
+    return delta_attention(q, k, v, gates, normalize_qk=True, **options)
+
+
+def of_mlstm(q, k, v, gates, **options):
+    return mlstm_attention(q, k, v, log_forget=-gates, log_input=gates, **options)
+
+
+def of_rwkv6(q, k, v, gates, **options):
+    return rwkv6_attention(q, k, v, log_decay=-k.abs(), bonus=k[0, :, 0], **options)
+
+
+def of_hybrid(q, k, v, gates, **options):
+    branch = LinearBranch(q.exp(), k.exp(), torch.zeros(()), -gates)
+    return hybrid_attention(q, k, v, branch, window=4, scale=0.25, **options)
+
+
+OPS = {
+    "linear": of_linear,
+    "delta": of_delta,
+    "mlstm": of_mlstm,
+    "rwkv6": of_rwkv6,
+    "hybrid": of_hybrid,
+}
+
+
+def bad_slots(op, impl):
+    """Yield steps of an op from slots that are no rows of a pool."""
+    pool = OPS[op](*rows(4, 3), return_state=True).state
+    options = {"state": pool, "impl": impl, "return_state": True, "reuse_state": True}
+    for slots in SLOTS:
+        step = partial(OPS[op], *rows(2, 1), slots=torch.tensor(slots), **options)
+        yield torch.no_grad()(step)
+
+
+def bad_sequences(op, impl):
+    """Yield calls of an op with sequences that do not fit a row."""
+    for starts, lengths, longest in SEQUENCES.values():
+        sequences = Sequences(torch.tensor(starts), torch.tensor(lengths), longest)
+        options = {"sequences": sequences, "impl": impl, "return_state": True}
+        yield partial(OPS[op], *rows(1, 64), **options)
 
 
 def message_of(call):
@@ -46,16 +121,11 @@ def impls(op, calls):
     return ["cpp", "torch"] + ["reference"] * (calls is bad_sequences)
 
 
-def rows(batch, tokens):
-    """Return q, k and v, and gates."""
-    return *torch.rand(3, batch, 2, tokens, 16), torch.rand(batch, 2, tokens)
-
-
 @pytest.mark.parametrize("op", [*OPS, "matrix"])
 @pytest.mark.parametrize("calls", [bad_slots, bad_sequences])
 def test_all_implementations_refuse_with_the_same_words(op, calls, monkeypatch):
     monkeypatch.setitem(OPS, "matrix", of_matrix_gate)
-    first, *others = ([message_of(x) for _, x in calls(op, impl)] for impl in impls(op, calls))
+    first, *others = ([message_of(x) for x in calls(op, impl)] for impl in impls(op, calls))
     assert all(messages == first for messages in others)
     if calls is bad_slots:
         for message, slots in zip(first, SLOTS, strict=True):
@@ -122,6 +192,49 @@ def test_what_reads_states_beside_the_ops_refuses_slots_too():
     )[2]
     with pytest.raises(UnsupportedError, match=message):
         causal_window_attention(x, x, x, window=5, scale=0.3, state=window, slots=inputs.slots)
+
+
+@pytest.mark.parametrize("op", ["linear", "delta"])
+@pytest.mark.parametrize("starts", [(0, 10**9), (-(10**8), 32)])
+def test_sequences_that_change_before_the_backward_pass(op, starts):
+    q, *others = rows(1, 64)
+    sequences = Sequences(torch.tensor((0, 32)), torch.tensor((32, 32)), 32)
+    out = OPS[op](q.clone().requires_grad_(), *others, sequences=sequences, impl="cpp").out
+    sequences.starts.data.copy_(torch.tensor(starts))
+    assert "sequences" in message_of(out.sum().backward)
+
+
+@pytest.mark.parametrize("seen", [-1, -(2**63), 2**63 - 1])
+def test_a_window_that_has_seen_an_impossible_number_of_tokens(seen):
+    state = OPS["hybrid"](*rows(2, 3), return_state=True).state
+    wrong = state._replace(seen=torch.tensor([3, seen]))
+    step = partial(OPS["hybrid"], *rows(2, 1), impl="cpp", state=wrong, return_state=True)
+    assert str(seen) in message_of(torch.no_grad()(step))
+
+
+@pytest.mark.parametrize("position", [40, -1, 2**62])
+def test_global_keys_outside_of_the_row(position):
+    q, k, v, _ = rows(1, 40)
+    indices = GlobalIndices(torch.tensor([[0, position]]), torch.ones(1, 2, dtype=torch.bool))
+    options = LocalOptions(Band(3, 0, 1), True, 0.25, global_indices=indices)
+    assert str(position) in message_of(lambda: band_attention_cpp(q, k, v, options))
+
+
+@pytest.mark.parametrize("offset", [-9, 30])
+def test_queries_of_a_window_outside_of_the_keys(offset):
+    q, k, v, _ = rows(1, 40)
+    options = LocalOptions(Band(3, 0, 1), True, 0.25, segment_ids=torch.zeros(1, 40))
+    assert message_of(lambda: band_attention_cpp(q[:, :, :20], k, v, options, offset))
+
+
+@pytest.mark.parametrize(("length", "count"), [(41, 40), (40, 41), (-1, -1), (8, 9), (2**62, 4)])
+def test_more_keys_or_queries_than_the_row_has(length, count):
+    q, k, v, _ = rows(1, 40)
+    selected = torch.zeros(1, 2, 6, 2, dtype=torch.int32)
+    options = SparseOptions(True, 4, 1, 2, 8, 8)
+    numbers = torch.tensor([length]), torch.tensor([count])
+    wrong = SparseTensors(q, k, v, selected, *numbers, 0.25, options)
+    assert message_of(lambda: block_sparse.forward(wrong))
 
 
 class OnGpu(torch.Tensor):
