@@ -120,7 +120,7 @@ def test_context_parallelism_takes_the_same_steps(run, saved, text, tmp_path):
         arguments(tmp_path / "one", **STAGES | {"train": "lora", "hidden_states": 0.5}),
     )
     found = losses(read(tmp_path / "shared"))
-    assert [x[2] for x in found] == pytest.approx([x[2] for x in losses(one)], rel=1e-4)
+    assert [x[2] for x in found] == pytest.approx([x[2] for x in losses(one)], rel=1e-5)
 
 
 @needs_deepspeed
