@@ -11,7 +11,6 @@ import copy
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.kernel_checks import check_model_kernels
-from attnzoo.evaluation.rows import NonFiniteError, Rows, contributions, separates_documents
+from attnzoo.evaluation.rows import Rows, contributions, separates_documents
 from attnzoo.evaluation.rows import predictions as row_predictions
 from attnzoo.hf.adapters.lora import add_adapters, require_peft, with_adapters
 from attnzoo.hf.configs import read_field
@@ -37,25 +36,12 @@ from attnzoo.spec import AttentionSpec
 from attnzoo.training.arguments import RecoveryArguments
 from attnzoo.training.callbacks import BestState, HeadEntropy
 from attnzoo.training.data import load_rows
-from attnzoo.training.distil import (
-    Teacher,
-    chunk_of,
-    hidden_states,
-    predictions,
-    softmax_teacher,
-)
 from attnzoo.training.encoder import load_texts
 from attnzoo.training.evaluator import EncoderEvaluator, Evaluator
 from attnzoo.training.loading import load_causal, load_model
 from attnzoo.training.planner import token_divergence, weights_fingerprint
-from attnzoo.training.reuse import reuse_transfer
 from attnzoo.training.run_folder import RunFolder, save_model
-from attnzoo.training.trainer import (
-    DivergenceError,
-    LogitDistillationTrainer,
-    StageRows,
-    TransferTrainer,
-)
+from attnzoo.training.trainer import LogitDistillationTrainer, StageRows, TransferTrainer
 from attnzoo.training.transfer import (
     evaluation_mode,
     extras,
@@ -86,6 +72,7 @@ class Recovery:
     task = "CAUSAL_LM"  # PEFT's task type
     teacher: Any = None  # another model that teaches; without one, the model with softmax does
     generates = True
+    trainer_class = LogitDistillationTrainer
 
     def __init__(
         self,
@@ -108,23 +95,28 @@ class Recovery:
         self.log(f"{len(self.rows)} training rows, {len(self.held_out)} held-out rows")
         set_seed(args.seed)
         self.model: Any = self.load_model()
-        self.provenance = {
-            "model": self.fingerprint(weights),
+        saved = self.load(dtype=self.dtype) if self.is_narrow else self.model
+        found = weights_fingerprint(saved)
+        if weights not in (None, found):
+            raise SpecError(
+                "The plan was made for a model with other weights than those in "
+                f"{str(self.path)!r}; make a plan for this model with `attnzoo plan`"
+            )
+        run = {
+            "model": found,
             "spec": read_field(self.model.config, NAME),
             "data": self.rows.fingerprint,
             "held_out": self.held_out.fingerprint,
             "config": args.identity(),
         }
-        self.folder = RunFolder(Path(str(args.output_dir)), {**self.provenance, **self.more()})
+        if self.teacher is not None:
+            run["teacher"] = weights_fingerprint(self.teacher)
+        self.folder = RunFolder(Path(str(args.output_dir)), run)
         self.stages: dict[str, list[dict[str, Any]]] = {}  # log histories
         self.taken = 0  # steps of the stages so far
 
     def check_arguments(self) -> None:
         """Raise an error for arguments that do not suit the model."""
-
-    def more(self) -> dict[str, Any]:
-        """Return what else defines the run."""
-        return {}
 
     def load_rows(self) -> tuple[Any, Any]:
         """Return training rows and held-out rows."""
@@ -156,17 +148,6 @@ class Recovery:
         """Whether frozen weights are rounded while the run trains."""
         return self.args.load_in_4bit or self.args.dtype != "float32"
 
-    def fingerprint(self, planned: str | None) -> str:
-        """Return the fingerprint of the model's weights, which is that of the plan, if any."""
-        model = self.load(dtype=self.dtype) if self.is_narrow else self.model
-        found = weights_fingerprint(model)
-        if planned is not None and planned != found:
-            raise SpecError(
-                "The plan was made for a model with other weights than those in "
-                f"{str(self.path)!r}; make a plan for this model with `attnzoo plan`"
-            )
-        return found
-
     def run(self) -> dict[str, Any]:
         """Run all stages; return the content of ``recovery.json``."""
         with self.folder.open(resume=self.args.resumes, state=self.state) as finished:
@@ -181,20 +162,20 @@ class Recovery:
             model = self.whole(self.distil(self.transfer(self.model)))
             self.evaluator.lines.setdefault("softmax tuned", self.evaluator.lines["softmax"])
             round_weights(model, self.dtype)
-            self.evaluate_result(model)
-            results = {**self.evaluator.results(), **self.folder.run, **self.describe()}
+            self.evaluator.evaluate("result", model)
+            results = {**self.evaluator.results(), **self.folder.run}
+            if self.teacher is not None:
+                config = self.model.config
+                layers = {"class": config.model_type, "layer_types": config.layer_types}
+                results["student"] = layers
             return save_model(self, model, results)
-
-    def describe(self) -> dict[str, Any]:
-        """Return what the results say beside the evaluations."""
-        return {}
 
     # --- evaluation
 
     def make_evaluator(self) -> Any:
         """Return what evaluates models on the held-out rows."""
         args = self.args
-        found = Evaluator(
+        return Evaluator(
             self.path,
             self.held_out,
             lambda length: load_rows(self.path, self.data, args.of_length(length))[1],
@@ -202,7 +183,6 @@ class Recovery:
             generates=self.generates,
             log=self.log,
         )
-        return found
 
     def warn_of_mixed_documents(self) -> None:
         """Say if the model reads over the borders of documents in a row, which training packs."""
@@ -237,20 +217,6 @@ class Recovery:
         model.load_state_dict(saved, strict=False)
         model.to(self.args.device)
 
-    def evaluate_result(self, model: PreTrainedModel) -> None:
-        """Evaluate the trained model.
-
-        Raises:
-            DivergenceError: Its outputs are not finite; nothing is saved.
-        """
-        try:
-            self.evaluator.evaluate("result", model)
-        except NonFiniteError as error:
-            raise DivergenceError(
-                f"Training diverged: {error} after the last step. The model is not saved. Start "
-                "again with another --output-dir and smaller rates"
-            ) from error
-
     # --- stages
 
     def train(
@@ -281,12 +247,16 @@ class Recovery:
             args.attention_learning_rate *= factor
         args.push_to_hub = False
         args.run_name = f"{Path(str(self.args.output_dir)).name} {name}"
+        groups = args.world_size // args.cp_size
+        batch = args.train_batch_size * args.gradient_accumulation_steps * groups
+        order = {"first": self.taken, "steps": args.max_steps, "batch": batch, "seed": args.seed}
+        self.taken += args.max_steps
         measured = self.teacher is None and self.state.num_processes == 1 and swapped_layers(model)
         trainer = kind(
             model,
             args,
             best=self.best(generates=name == "distil"),
-            train_dataset=self.rows_of(args.max_steps),
+            train_dataset=StageRows(self.rows, **order),
             data_collator=default_collate,
             callbacks=[HeadEntropy(self.held_out_texts())] if measured else [],
             **options,
@@ -295,19 +265,17 @@ class Recovery:
         self.stages[name] = trainer.state.log_history
         return self.gathered(trainer, rebuild)
 
-    def rows_of(self, steps: int) -> StageRows:
-        """Return the rows of the next stage."""
-        args, first = self.args, self.taken
-        self.taken += steps
-        groups = args.world_size // args.cp_size
-        batch = args.train_batch_size * args.gradient_accumulation_steps * groups
-        return StageRows(self.rows, first=first, steps=steps, batch=batch, seed=args.seed)
+    def judged(self) -> list[dict[str, torch.Tensor]]:
+        """Return held-out rows that are spread over the text, as batches of one row."""
+        count = min(JUDGED, len(self.held_out))
+        rows = [self.held_out[i * len(self.held_out) // count] for i in range(count)]
+        return [{k: x[None].to(self.args.device) for k, x in row.items()} for row in rows]
 
     def held_out_texts(self) -> dict[str, torch.Tensor]:
         """Return a few held-out texts as arguments of the model."""
-        rows = self.evaluator.batch.rows
-        found = {"input_ids": rows.tokens, "position_ids": rows.positions}
-        return {n: x[:TEXTS, :TOKENS].long().to(self.args.device) for n, x in found.items()}
+        rows = self.judged()[:TEXTS]
+        names = [name for name in rows[0] if name != "labels"]
+        return {name: torch.cat([x[name][:, :TOKENS] for x in rows]) for name in names}
 
     def best(self, *, generates: bool = False) -> BestState | None:
         """Return what keeps the best state of a stage; ``None`` if the last one is kept.
@@ -321,15 +289,9 @@ class Recovery:
         if self.args.cp_size > 1 or deepspeed:
             self.log("the last state of a stage is kept, not the best (DeepSpeed or cp_size)")
             return None
-        count = min(JUDGED, len(self.held_out))
-        chosen = [self.held_out[i * len(self.held_out) // count] for i in range(count)]
-        device = self.args.device
-        generation = getattr(getattr(self.evaluator, "batch", None), "generation", None)
-        return BestState(
-            [{k: x[None].to(device) for k, x in row.items()} for row in chosen],
-            generation.to(device) if generates and generation is not None else None,
-            self.log,
-        )
+        generation = getattr(self.evaluator.batch, "generation", None) if generates else None
+        given = generation and generation.to(self.args.device)
+        return BestState(self.judged(), given, self.log)
 
     def tune_softmax(self) -> None:
         """Train the model with softmax with cross-entropy as the baseline ``softmax tuned``.
@@ -357,7 +319,7 @@ class Recovery:
         args, layers = self.args, trainable_layers(model)
         reason = "the backends have no parameters of their own"
         if args.transfer_from is not None:
-            reused = reuse_transfer(model, Path(args.transfer_from), self.provenance["model"])
+            reused = reuse_transfer(model, Path(args.transfer_from), self.folder.run["model"])
             self.log(f"transfer of {len(reused)} layers is reused from {args.transfer_from}")
             layers, reason = [x for x in layers if x not in reused], "all layers are reused"
         if not layers or not args.transfer_steps:
@@ -387,10 +349,8 @@ class Recovery:
         rows = self.evaluator.batch.rows.select(slice(JUDGED))
         kl = held_out_divergence(model, rows, self.teacher)
         factor = rate_factor(kl)
-        self.log(
-            f"distillation starts {kl:.4f} nats from softmax; its rates are multiplied by "
-            f"{factor:.2g}"
-        )
+        start = f"distillation starts {kl:.4f} nats from softmax"
+        self.log(f"{start}; its rates are multiplied by {factor:.2g}")
         return factor
 
     def train_weights(self, model: Any, name: str, factor: float, load: Callable[[], Any]) -> Any:
@@ -404,23 +364,19 @@ class Recovery:
         """
         args = self.args
         prepared = self.prepare(model)
-        rate = args.learning_rate or (1e-4 if args.train == "full" else 1e-3)
-        options = {} if self.task != "CAUSAL_LM" else {"chunk": self.chunk(prepared)}
         trained = self.train(
             self.trainer_class,
             prepared,
             name,
-            (rate, factor),
+            (args.learning_rate or (1e-4 if args.train == "full" else 1e-3), factor),
             lambda: self.prepare(load()),
-            teacher=self.make_teacher(prepared, **options),
+            teacher=self.teacher,
             is_encoder=self.task != "CAUSAL_LM",
-            **options,
+            log=self.log,
         )
         if args.train != "lora" or self.is_narrow:
             return trained
         return trained.merge_and_unload()
-
-    trainer_class = LogitDistillationTrainer
 
     def prepare(self, model: Any) -> Any:
         """Return a model, with adapters for ``train="lora"``, whose trained parameters are free."""
@@ -444,21 +400,6 @@ class Recovery:
             if p.requires_grad:
                 p.data = p.data.float()
         return prepared
-
-    def chunk(self, model: Any) -> int | None:
-        """Return the tokens whose logits are computed at once."""
-        tokens = self.args.max_length * self.args.per_device_train_batch_size
-        return chunk_of(model, tokens, self.state, self.log)
-
-    def make_teacher(self, model: Any, chunk: int | None = None) -> Teacher:
-        """Return the function that computes the targets."""
-        args = self.args
-        return softmax_teacher(
-            model,
-            weights_change=args.train == "full",
-            outputs=partial(predictions, with_layers=args.hidden_states > 0, chunk=chunk),
-            context_parallel=args.cp_size > 1,
-        )
 
     @torch.no_grad()
     def gathered(self, trainer: Any, rebuild: Callable[[], Any]) -> Any:
@@ -507,22 +448,13 @@ class EncoderRecovery(Recovery):
 
     def check_arguments(self) -> None:
         """Raise an error for arguments of predictions and of packed rows."""
-        args = self.args
-        for name, unset in (
-            ("cross_entropy", 0.0),
-            ("hidden_states", 0.0),
-            ("target_length", None),
-        ):
-            if getattr(args, name) != unset:
+        unset = {"cross_entropy": 0.0, "hidden_states": 0.0, "target_length": None, "cp_size": 1}
+        for name, value in unset.items():
+            if getattr(self.args, name) != value:
                 raise ConfigError(
                     f"{name} applies to predicted tokens, but an encoder is distilled to its last "
-                    "hidden states; leave it out"
+                    "hidden states, and each of its rows is one text; leave it out"
                 )
-        if args.cp_size > 1:
-            raise SpecError(
-                "cp_size splits long rows over processes, but each row of an encoder is one text "
-                "of its own length; leave it out"
-            )
 
     def load_rows(self) -> tuple[Any, Any]:
         """Return training texts and held-out texts."""
@@ -541,18 +473,6 @@ class EncoderRecovery(Recovery):
     def rate_factor(self, model: Any) -> float:
         """Return 1: there are no predictions to compare."""
         return 1.0
-
-    def held_out_texts(self) -> dict[str, torch.Tensor]:
-        """Return a few held-out texts as arguments of the model."""
-        texts = self.evaluator.batch
-        longest = min(TOKENS, int(texts.attention_mask[:TEXTS].sum(1).max()))
-        found = {"input_ids": texts.tokens, "attention_mask": texts.attention_mask}
-        return {n: x[:TEXTS, :longest].to(self.args.device) for n, x in found.items()}
-
-    def make_teacher(self, model: Any, chunk: int | None = None) -> Teacher:
-        """Return the function that computes the hidden states of the original model."""
-        change = self.args.train == "full"
-        return softmax_teacher(model, weights_change=change, outputs=hidden_states)
 
 
 def rate_factor(kl: float) -> float:
@@ -584,3 +504,41 @@ def held_out_divergence(model: Any, rows: Rows, original: Any = None) -> float:
             found.append(token_divergence(student, teacher)[row.counted.to(student.device)])
     means = contributions(found)
     return math.fsum(means) / len(means)
+
+
+def reuse_transfer(model: PreTrainedModel, folder: Path, weights: str) -> list[str]:
+    """Copy the extras of a saved model into the layers that have the same backend and options.
+
+    Transfer trains every layer on softmax's inputs, so one run over all layers serves every plan.
+
+    Args:
+        model: A swapped model.
+        folder: A saved swap of the same model whose own weights were not trained.
+        weights: Fingerprint of the model's weights.
+
+    Returns:
+        The names of the layers.
+
+    Raises:
+        SpecError: The saved model has other weights, or no layer in common.
+    """
+    saved: Any = load_model(folder, None, type(model))
+    if weights_fingerprint(saved) != weights:
+        raise SpecError(
+            f"{str(folder)!r} has other weights than the model, whose layers it was trained to "
+            "match; give a run of this model with transfer only (--max-steps 0, or --train "
+            "extras)"
+        )
+    known = swapped_layers(saved)
+    names = []
+    for name in trainable_layers(model):
+        backend, other = swapped_layers(model)[name], known.get(name)
+        if other is not None and (other.name, other.config) == (backend.name, backend.config):
+            backend.load_state_dict(other.state_dict())
+            names.append(name)
+    if not names:
+        raise SpecError(
+            f"No layer of {str(folder)!r} with parameters to train has the backend and the options "
+            "of this swap; leave transfer_from out"
+        )
+    return names

@@ -36,9 +36,7 @@ from attnzoo.hf.pretrained import load_pretrained
 from attnzoo.hf.saving.files import empty_model, read_config
 from attnzoo.hf.stock.layer_inputs import softmax_layer
 from attnzoo.hf.stock.recurrent import CLASSES, recurrent_layers, recurrent_numbers
-from attnzoo.training.distil import Teacher, other_teacher, predictions
 from attnzoo.training.evaluator import CONTROL
-from attnzoo.training.planner import weights_fingerprint
 from attnzoo.training.recovery import Recovery
 from attnzoo.training.trainer import LogitDistillationTrainer, TransferTrainer
 
@@ -86,10 +84,6 @@ class StudentRecovery(Recovery):
         self.teacher = load_pretrained(AutoModelForCausalLM, self.teacher_path, dtype=torch.float32)
         self.teacher.requires_grad_(False).eval()
 
-    def more(self) -> dict[str, Any]:
-        """Return the fingerprint of the teacher's weights."""
-        return {"teacher": weights_fingerprint(self.teacher)}
-
     def load(self, **options: Any) -> PreTrainedModel:
         """Return the student, whose recurrent layers run on attnzoo's ops on CPUs."""
         config = read_config(self.path)
@@ -126,18 +120,6 @@ class StudentRecovery(Recovery):
     def output_added(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """Return the parameters of the recurrent layers."""
         return recurrent_parameters(model)
-
-    def make_teacher(self, model: Any, chunk: int | None = None) -> Teacher:
-        """Return the function that computes the teacher's predictions."""
-        with_layers = self.args.hidden_states > 0
-        return other_teacher(
-            self.teacher, partial(predictions, with_layers=with_layers, chunk=chunk)
-        )
-
-    def describe(self) -> dict[str, Any]:
-        """Return what the results say of the student."""
-        config = self.model.config
-        return {"student": {"class": config.model_type, "layer_types": config.layer_types}}
 
 
 def require_student_settings(config: Any) -> None:

@@ -10,19 +10,21 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from accelerate.data_loader import prepare_data_loader
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils.data import DataLoader, SequentialSampler, Subset
+from torch.utils.data import DataLoader, Subset
 from transformers import PrinterCallback, ProgressCallback, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -32,13 +34,16 @@ from attnzoo.hf.context_parallel import check_model, context_parallel
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.names import NAME
 from attnzoo.training.arguments import RecoveryArguments
-from attnzoo.training.callbacks import BestState, LossProgress
+from attnzoo.training.callbacks import BestState, LossProgress, StageCallback
 from attnzoo.training.distil import (
     Loss,
-    Teacher,
+    chunk_of,
     distil_loss,
     hidden_loss,
+    hidden_states,
     model_inputs,
+    other_teacher,
+    predictions,
     softmax_teacher,
 )
 from attnzoo.training.transfer import Transfer, extras
@@ -88,7 +93,7 @@ class StageTrainer(Trainer):
         model: The model.
         args: Arguments of the stage.
         best: Keeps the best state; the last one is kept when ``None``.
-        callbacks: Further callbacks; one with the attribute ``trainer`` gets this trainer.
+        callbacks: Further callbacks of a stage.
         kwargs: Further arguments of ``Trainer``.
 
     Raises:
@@ -106,12 +111,14 @@ class StageTrainer(Trainer):
         args: RecoveryArguments,
         *,
         best: BestState | None = None,
-        callbacks: Iterable[Any] = (),
+        callbacks: Iterable[StageCallback] = (),
         **kwargs: Any,
     ) -> None:
         args = copy.copy(args)
         args._n_gpu = min(1, args.n_gpu)  # DataParallel would copy the model without its hooks
         args.eval_strategy = "no"  # BestState evaluates
+        if isinstance(kwargs.get("train_dataset"), StageRows):
+            args.train_sampling_strategy = "sequential"
         if args.deepspeed_plugin is not None:  # Accelerate takes one for its first instance only
             AcceleratorState._reset_state()
         use_cache = read_field(model.config, "use_cache")
@@ -125,8 +132,8 @@ class StageTrainer(Trainer):
                 setattr(model, QUANTIZED, True)
         if use_cache is not None:
             model.config.use_cache = use_cache  # Trainer changes what is saved
-        for callback in (PrinterCallback, ProgressCallback):
-            self.remove_callback(callback)
+        for kind in (PrinterCallback, ProgressCallback):
+            self.remove_callback(kind)
         if not args.disable_tqdm:
             self.add_callback(LossProgress())
         if args.fsdp and self.accelerator.distributed_type != DistributedType.FSDP:
@@ -211,23 +218,18 @@ class StageTrainer(Trainer):
             trial: As of ``Trainer``.
             ignore_keys_for_eval: As of ``Trainer``.
         """
-        folder = Path(str(self.args.output_dir))
         checkpoint = resume_from_checkpoint or None
         if resume_from_checkpoint is True:
+            folder = Path(str(self.args.output_dir))
             checkpoint = last_checkpoint(folder, self.accelerator.num_processes)
-        if checkpoint is not None:
-            if self.best is not None:
-                self.best.load(Path(checkpoint))
-            checkpoint = str(checkpoint)
-        found = super().train(checkpoint, trial, ignore_keys_for_eval)
-        self._finish()
-        return found
-
-    def _finish(self) -> None:
+        if checkpoint is not None and self.best is not None:
+            self.best.load(Path(checkpoint))
+        found = super().train(checkpoint and str(checkpoint), trial, ignore_keys_for_eval)
         if self.best is not None:
             self.best.restore()
         # removes Accelerate's autocast from forward: models are evaluated in float32
         self.accelerator.unwrap_model(self.model_wrapped, keep_fp32_wrapper=False)
+        return found
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
@@ -271,11 +273,6 @@ class StageTrainer(Trainer):
             return count
         return count / self.args.cp_size  # the processes of a group have the same rows
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        if isinstance(self.train_dataset, StageRows):
-            return SequentialSampler(self.train_dataset)
-        return super()._get_train_sampler(train_dataset)
-
     def get_train_dataloader(self) -> Any:
         """Return the batches, the same for all processes that split rows."""
         if self.mesh is None:
@@ -312,12 +309,9 @@ class StageTrainer(Trainer):
             folder = Path(str(output_dir))
             folder.mkdir(parents=True, exist_ok=True)
             trained = {n for n, p in self.model.named_parameters() if p.requires_grad}
-            state = {n: x for n, x in self.model.state_dict().items() if n in trained}
-            save_file(
-                {n: x.detach().contiguous() for n, x in state.items()},
-                folder / "model.safetensors",
-                metadata={"format": "pt"},
-            )
+            own = self.model.state_dict().items()
+            state = {n: x.detach().contiguous() for n, x in own if n in trained}
+            save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Say nothing of frozen weights, which a checkpoint does not have."""
@@ -377,10 +371,10 @@ class LogitDistillationTrainer(StageTrainer):
     Args:
         model: A swapped model, possibly with adapters; what requires a gradient is trained.
         args: ``cross_entropy`` and ``hidden_states``.
-        teacher: Returns the targets, a function of :mod:`attnzoo.training.distil`; the model itself
-            with softmax when ``None``, which is a copy if its own weights are trained.
-        chunk: Tokens whose logits are computed at once; ``None`` for all.
+        teacher: Another model that teaches; the model itself with softmax when ``None``, which is
+            a copy if its own weights are trained.
         is_encoder: Whether the last hidden states are compared, in place of predictions.
+        log: Called with messages.
         kwargs: As of :class:`StageTrainer`.
     """
 
@@ -389,31 +383,31 @@ class LogitDistillationTrainer(StageTrainer):
         model: Any,
         args: RecoveryArguments,
         *,
-        teacher: Teacher | None = None,
-        chunk: int | None = None,
+        teacher: Any = None,
         is_encoder: bool = False,
+        log: Callable[[str], None] = lambda text: None,
         **kwargs: Any,
     ) -> None:
-        if teacher is None:
-            own = extras(model).values()
-            ids = {id(p) for p in own}
-            adapters = hasattr(model, "peft_config")
-            weights = [p for p in model.parameters() if p.requires_grad and id(p) not in ids]
-            teacher = softmax_teacher(
+        outputs: Any = hidden_states
+        if not is_encoder:
+            tokens = args.max_length * args.per_device_train_batch_size
+            chunk = chunk_of(model, tokens, PartialState(), log)
+            outputs = partial(predictions, with_layers=args.hidden_states > 0, chunk=chunk)
+        if teacher is not None:
+            teach = other_teacher(teacher, outputs)
+        else:
+            added = {id(p) for p in extras(model).values()}
+            weights = [p for p in model.parameters() if p.requires_grad and id(p) not in added]
+            teach = softmax_teacher(
                 model,
-                weights_change=bool(weights) and not adapters,
+                weights_change=bool(weights) and not hasattr(model, "peft_config"),
+                outputs=outputs,
                 context_parallel=args.cp_size > 1,
             )
-        self.loss: Loss = (
-            hidden_loss(teacher)
-            if is_encoder
-            else distil_loss(
-                teacher,
-                cross_entropy=args.cross_entropy,
-                hidden_states=args.hidden_states,
-                chunk=chunk,
-            )
-        )
+        self.loss: Loss = hidden_loss(teach)
+        if not is_encoder:
+            terms = {"cross_entropy": args.cross_entropy, "hidden_states": args.hidden_states}
+            self.loss = distil_loss(teach, **terms, chunk=chunk)
         super().__init__(model, args, **kwargs)
         self.model_accepts_loss_kwargs = not is_encoder  # divides by the labels of a step
 

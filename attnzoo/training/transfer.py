@@ -166,23 +166,14 @@ class Transfer:
             )
         self.model, self.target, self.step = model, target, 0
         self.errors: dict[str, Tensor] = {}
-        self.selection_losses: dict[str, Tensor] = {}  # of layers with an indexer
-        self.values: dict[str, Tensor] = {}  # of layers that get indicators in their place
         self.sharded = False
 
     def __enter__(self) -> Self:
-        """Register the hooks."""
-        self.handles = [self.model.register_forward_pre_hook(self._check_sharding)]
+        """Replace what the layers compute."""
+        self.handle = self.model.register_forward_pre_hook(self._check_sharding)
         for name, backend in self.backends.items():
-            prepare: Any = self._detach
-            if name in self.trained and has_indexer(backend):
-                backend.on_index = partial(self._record_selection, backend)
-            elif name in self.trained and self.target == "attention":
-                prepare = self._replace_values
-            self.handles += [
-                backend.register_forward_pre_hook(prepare, with_kwargs=True),
-                backend.register_forward_hook(self._hook(name), with_kwargs=True),
-            ]
+            teachers = softmax_teachers(backend.geometry)
+            vars(backend)["forward"] = partial(self._forward, name, backend.forward, teachers)
         return self
 
     def __exit__(
@@ -191,88 +182,63 @@ class Transfer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Remove the hooks, so that layers return their own output."""
-        for handle in self.handles:
-            handle.remove()
+        """Let layers return their own output."""
+        self.handle.remove()
         for backend in self.backends.values():
-            if has_indexer(backend):
-                backend.on_index = None
+            del vars(backend)["forward"]
 
     def _check_sharding(self, model: nn.Module, args: Any) -> None:
         self.sharded = any(isinstance(p, DTensor) for p in model.parameters())  # by FSDP2
 
-    def _detach(
-        self, backend: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Detach a backend's inputs, so that a layer's loss has a gradient in that layer only.
+    def _forward(
+        self,
+        name: str,
+        forward: Any,
+        teachers: Mapping[str, AttentionBackend],
+        *inputs: Tensor,
+        **options: Any,
+    ) -> AttentionOutput:
+        """Return softmax's output in place of a layer's, and record the layer's loss.
 
-        Without attention dropout, which would be another one in the teacher.
+        Inputs are detached, so that the loss has a gradient in this layer only. There is no
+        attention dropout, which would be another one in the teacher.
         """
+        q, k, v = (x.detach() for x in inputs)
+        options = {n: x.detach() if isinstance(x, Tensor) else x for n, x in options.items()}
+        options["dropout"] = 0.0
+        of_softmax = {n: x for n, x in options.items() if n not in ("state", "return_state")}
+        of_softmax["return_weights"] = False
+        backend, columns, found = self.backends[name], v, []
+        compare_weights = self.target == "attention" and not has_indexer(backend)
+        if name in self.trained and compare_weights:
+            columns = self._key_indicators(v, options.get("shard"))
+        if name in self.trained and has_indexer(backend):
+            backend.on_index = lambda *given: found.append(indexer_loss(backend, *given))
+        output: AttentionOutput = forward(q, k, columns, **options)
+        exact = softmax_output(teachers, q, k, v, of_softmax)
+        if name not in self.trained:
+            return output._replace(out=exact)
+        mask, shard = options.get("mask"), options.get("shard")
+        if has_indexer(backend):
+            backend.on_index = None
+            error = found[-1]
+        elif compare_weights:
+            weights = softmax_output(teachers, q, k, columns, of_softmax)
+            length, count = columns.shape[2:]
+            error = weights_divergence(output.out, weights, mask, shard)
+            error = error * key_stride(length * (shard.size if shard else 1), count)
+        else:
+            error = relative_error(output.out, exact, mask, shard)
+        # not in the backward pass, where gradient checkpointing repeats the forward pass
+        if torch._C._current_graph_task_id() == -1:
+            self.errors[name] = error
+        return output._replace(out=exact + 0 * error if self.sharded else exact)
 
-        def detach(x: Any) -> Any:
-            return x.detach() if isinstance(x, Tensor) else x
-
-        kwargs = {name: detach(x) for name, x in kwargs.items()}
-        return tuple(map(detach, args)), {**kwargs, "dropout": 0.0}
-
-    def _replace_values(
-        self, backend: AttentionBackend, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Keep the values for the hook, and replace them by as many key indicator columns."""
-        (q, k, v), kwargs = self._detach(backend, args, kwargs)
-        shard = kwargs.get("shard")
+    def _key_indicators(self, v: Tensor, shard: SequenceShard | None) -> Tensor:
+        """Return as many columns of indicators as values have."""
         length = v.shape[2] if shard is None else shard.size * shard.length
         columns = key_indicators(length, v.shape[3], self.step).to(v)
-        if shard is not None:
-            columns = shard.local(columns[None])[0]
-        self.values[backend.geometry.name] = v
-        return (q, k, columns.expand_as(v)), kwargs
-
-    def _record_selection(
-        self, backend: BlockSparseBackend, inputs: AttentionInputs, index: IndexTensors
-    ) -> None:
-        """Keep the loss of an indexer, whose scores are compared for blocks of one query."""
-        x = backend.config
-        options = SparseOptions(
-            inputs.mask.causal, x.window, x.num_sinks, x.top_k, x.block_size, query_block=1
-        )
-        self.selection_losses[backend.geometry.name] = selection_loss(
-            inputs.q, inputs.k, index, mask=inputs.mask, scale=inputs.scale, options=options
-        )
-
-    def _hook(self, name: str) -> Any:
-        trained = name in self.trained
-        own_loss = has_indexer(self.backends[name])
-        teachers = softmax_teachers(self.backends[name].geometry)
-        compare_weights = trained and self.target == "attention" and not own_loss
-
-        def hook(
-            backend: AttentionBackend, args: Any, kwargs: dict[str, Any], output: AttentionOutput
-        ) -> AttentionOutput:
-            q, k, columns = args
-            values = self.values.pop(name) if compare_weights else columns
-            options = {k: x for k, x in kwargs.items() if k not in ("state", "return_state")}
-            options["return_weights"] = False
-            exact = softmax_output(teachers, q, k, values, options)
-            if trained:
-                mask, shard = kwargs.get("mask"), kwargs.get("shard")
-                if own_loss:
-                    error = self.selection_losses.pop(name)
-                elif compare_weights:
-                    weights = softmax_output(teachers, q, k, columns, options)
-                    length, count = columns.shape[2:]
-                    error = weights_divergence(output.out, weights, mask, shard)
-                    error = error * key_stride(length * (shard.size if shard else 1), count)
-                else:
-                    error = relative_error(output.out, exact, mask, shard)
-                # not in the backward pass, where gradient checkpointing repeats the forward pass
-                if torch._C._current_graph_task_id() == -1:
-                    self.errors[name] = error
-                if self.sharded:
-                    exact = exact + 0 * error
-            return output._replace(out=exact)
-
-        return hook
+        return (columns if shard is None else shard.local(columns[None])[0]).expand_as(v)
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters of the trained layers."""
@@ -306,6 +272,19 @@ class Transfer:
         if self.sharded and logits is not None:
             total = total + 0 * logits.float().sum()
         return total
+
+
+def indexer_loss(
+    backend: BlockSparseBackend, inputs: AttentionInputs, index: IndexTensors
+) -> Tensor:
+    """Return the loss of an indexer, whose scores are compared for blocks of one query."""
+    x = backend.config
+    options = SparseOptions(
+        inputs.mask.causal, x.window, x.num_sinks, x.top_k, x.block_size, query_block=1
+    )
+    return selection_loss(
+        inputs.q, inputs.k, index, mask=inputs.mask, scale=inputs.scale, options=options
+    )
 
 
 def relative_error(
