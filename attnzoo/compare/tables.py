@@ -165,7 +165,7 @@ def quality_table(rows: Sequence[Row]) -> Table | None:
         return Table(columns=columns, rows=body, title=title)
     costs, equal = qualities(rows), equal_windows(rows)
     distances = sorted({int(d) for row in measured for d in row["needle_by_distance"]})
-    shown = [distances[i] for i in sorted({0, len(distances) // 2, len(distances) - 1})]
+    shown = sorted({distances[i] for i in (0, len(distances) // 2, -1) if distances})
     columns = [
         "attention",
         f"bits/byte to {format_length(measured[0]['trained'])}",

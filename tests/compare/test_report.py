@@ -119,6 +119,13 @@ def test_the_table_has_fits_and_reasons():
     assert "odd <one>, operator, 8k tokens: out of memory: it is <b>odd</b>" in lines
 
 
+def test_texts_too_short_for_recall_have_no_columns_of_it():
+    none = {"copy_by_distance": {}, "needle_by_distance": {}}
+    short = quality_table([quality(name, bits) | none for name, bits in BITS.items()])
+    assert short.columns == quality_table(ROWS).columns[: len(short.columns)]
+    assert short.columns[-1] == "equal tokens"
+
+
 def test_times_and_ratios_are_of_the_same_rounds():
     """A ratio in the table is that of two times in the table, though medians differ."""
     slow, fast = cost("flash", 1024), cost("linear", 1024)
