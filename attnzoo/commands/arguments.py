@@ -44,8 +44,8 @@ TITLES = {  # of the groups in --help that begin with an option
 }
 OTHERS = {  # what --help says of options that are not ours
     "recover": "All options of transformers' TrainingArguments are taken, such as --bf16, "
-    "--gradient-checkpointing, --gradient-accumulation-steps, --resume-from-checkpoint True, "
-    "--report-to and --push-to-hub; --help-all explains them.",
+    "--gradient-checkpointing, --gradient-accumulation-steps, --resume-from-checkpoint True "
+    "and --report-to; --help-all explains them.",
     "finetune": "All options of TRL's SFTConfig and ModelConfig are taken, such as --output-dir, "
     "--max-steps, --learning-rate, --max-length, --packing, --dataset-text-field, "
     "--completion-only-loss, --assistant-only-loss, --use-peft, --lora-r, --lora-target-modules, "

@@ -164,6 +164,11 @@ class RecoveryArguments(TrainingArguments):
                 "attention_learning_rate is that of the model's own weights in attention layers, "
                 "but train='extras' trains none of them; leave it out, or train 'lora' or 'full'"
             )
+        if self.push_to_hub:
+            raise ConfigError(
+                "recover does not upload: leave push_to_hub out, and run `hf upload ORG/NAME "
+                "FOLDER` (hub_model_id is the name in the card)"
+            )
         if self.label_smoothing_factor:
             raise ConfigError("recover has no label smoothing; leave label_smoothing_factor out")
         if self.max_length % self.cp_size:

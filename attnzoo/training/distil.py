@@ -153,30 +153,26 @@ def softmax_teacher(
         context_parallel: Whether rows are split over processes. Softmax is then flash, because the
             model's own attention does not support that.
     """
-    swapped = bool(swapped_layers(model))
-    frozen: Any = None
+    swapped, own = bool(swapped_layers(model)), model
     if weights_change:
         copies = {id(x): nn.Parameter(x.detach().clone(), False) for x in model.parameters()}
-        frozen = deepcopy(model, copies).eval()
+        own = deepcopy(model, copies)
         if swapped and not context_parallel:
-            restore(frozen)
+            restore(own)
 
     @torch.no_grad()
     def teach(student: nn.Module, batch: Mapping[str, Tensor]) -> Any:
         softmax: AbstractContextManager[Any] = nullcontext()
         if context_parallel:
             shard = next(iter(swapped_layers(model).values())).shard
-            softmax = flash_attention(model if frozen is None else frozen, shard)
-        elif swapped and frozen is None:
+            softmax = flash_attention(own, shard)
+        elif swapped and own is model:
             softmax = original_attention(model)
-        if frozen is not None:
-            if frozen.device != batch["input_ids"].device:
-                frozen.to(batch["input_ids"].device)
-            with softmax:
-                return outputs(frozen, batch)
-        without_adapters: Any = getattr(model, "disable_adapter", nullcontext)
-        with softmax, without_adapters(), evaluation_mode(model):  # without dropout
-            return outputs(model, batch)
+        if own is not model:
+            own.to(batch["input_ids"].device)
+        without_adapters: Any = getattr(own, "disable_adapter", nullcontext)
+        with softmax, without_adapters(), evaluation_mode(own):  # without dropout
+            return outputs(own, batch)
 
     return teach
 

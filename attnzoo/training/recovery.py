@@ -245,7 +245,6 @@ class Recovery:
         args.extras_learning_rate *= factor
         if args.attention_learning_rate is not None:
             args.attention_learning_rate *= factor
-        args.push_to_hub = False
         args.run_name = f"{Path(str(self.args.output_dir)).name} {name}"
         groups = args.world_size // args.cp_size
         batch = args.train_batch_size * args.gradient_accumulation_steps * groups

@@ -122,7 +122,7 @@ def about_run(run: Any) -> dict[str, Any]:
         "held_out_rows": len(run.held_out),
         "steps": {name: x[-1]["step"] for name, x in stages.items() if name != "softmax"},
         "batch": batch // args.cp_size,
-        "name": run.folder.out.resolve().name,
+        "name": args.hub_model_id or run.folder.out.resolve().name,
     }
 
 

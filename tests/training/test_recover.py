@@ -290,6 +290,7 @@ def test_invalid_arguments_are_refused(saved, text, spec, tmp_path):
         ({"max_tokens": "many"}, "number of tokens such as 300M"),
         ({"attention_learning_rate": 1e-3, "train": "extras"}, "trains none of them"),
         ({"label_smoothing_factor": 0.1}, "has no label smoothing"),
+        ({"push_to_hub": True}, "run `hf upload ORG/NAME FOLDER`"),
         ({"max_length": 33, "cp_size": 2}, "make max_length a multiple"),
         ({"cp_size": 2}, "do not divide into groups of cp_size=2"),
         ({"dtype": "bfloat16", "train": "full"}, "small updates are lost"),
