@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 import torch
@@ -20,33 +18,16 @@ PREFILL_TOKENS = 1024  # per forward call while the cache is filled
 TIMED_TOKENS = 12  # per context length
 
 
-@dataclass(kw_only=True)
-class DecodingCost:
-    """Time of decoding by context length in tokens.
-
-    Attributes:
-        rounds_ms: Milliseconds of each timed token.
-    """
-
-    rounds_ms: dict[int, list[float]] = field(default_factory=dict)
-
-    @property
-    def decode_ms(self) -> dict[int, float]:
-        """Median milliseconds per token."""
-        return {length: median(ms) for length, ms in self.rounds_ms.items()}
-
-
 @torch.no_grad()
 def measure_together(
     model: PreTrainedModel,
     contexts: Mapping[str, Callable[[], AbstractContextManager[Any]]],
     stream: Tensor,
     lengths: Sequence[int],
-    on_step: Callable[[], object] = lambda: None,
-) -> dict[str, DecodingCost]:
-    """Return the decoding costs of a model in several contexts, their tokens timed in alternation.
+) -> dict[str, dict[int, list[float]]]:
+    """Return the milliseconds of decoded tokens, by context and by length.
 
-    Other load on the machine therefore affects all of them.
+    Tokens of all contexts are timed in alternation, so that other load on the machine affects all.
 
     Args:
         model: A causal model in evaluation mode.
@@ -54,9 +35,8 @@ def measure_together(
             :func:`~attnzoo.hf.swap.convert.original_attention`.
         stream: Tokens that fill the caches, ``[L]``, on the model's device.
         lengths: Context lengths, increasing, at most L.
-        on_step: Called after each forward call that fills a cache and after each length.
     """
-    costs = {name: DecodingCost() for name in contexts}
+    taken: dict[str, dict[int, list[float]]] = {name: {} for name in contexts}
     caches = {name: DynamicCache(config=model.config) for name in contexts}
 
     def run(name: str, tokens: Tensor) -> float:
@@ -67,16 +47,14 @@ def measure_together(
 
     seen = 0
     for length in lengths:
-        for name in costs:
+        for name in taken:
             for chunk in stream[seen:length].split(PREFILL_TOKENS) if length > seen else ():
                 run(name, chunk)
-                on_step()
         for _ in range(TIMED_TOKENS):
-            for name, cost in costs.items():
-                cost.rounds_ms.setdefault(length, []).append(run(name, stream[:1]))
+            for name, times in taken.items():
+                times.setdefault(length, []).append(run(name, stream[:1]))
         seen = int(next(iter(caches.values())).get_seq_length())
-        on_step()
-    return costs
+    return taken
 
 
 def cache_bytes(cache: DynamicCache) -> int:

@@ -18,13 +18,6 @@ from torch.utils.benchmark import Timer
 Run = Callable[[], Any]
 PAIRED_ROUNDS = 7  # least number of rounds of a call beside its baseline, if time allows
 
-# Laws that times obey on an idle machine: a longer input never takes less time, and on a CPU the
-# time of a pass over all tokens grows about linearly once it is far above the overhead of a call.
-FALL = 1.25  # a time is contradicted by a longer input's if it is more than so many times as long
-LEAST_EXPONENT = 0.7  # of the length, in passes over all tokens
-OVERHEAD_MS = 10.0  # below it, the overhead of a call may hide the growth
-BUSY = "the machine was busy"
-
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkCase:
@@ -168,26 +161,6 @@ def _seconds(run: Run, repeats: int, device: str) -> float:
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
     return (time.perf_counter() - start) / repeats
-
-
-def contradicted(fastest_ms: Mapping[int, float], *, all_tokens: bool = False) -> list[int]:
-    """Return the lengths whose time is too long, given the times of longer inputs: a busy machine.
-
-    Args:
-        fastest_ms: Milliseconds of the fastest round by length.
-        all_tokens: Whether a call runs over all tokens on a CPU, so that its time grows at least
-            about linearly; else it decodes one token, or runs on a GPU.
-    """
-    found = []
-    lengths = sorted(fastest_ms)
-    for index, short in enumerate(lengths):
-        for long in lengths[index + 1 :]:
-            grows = all_tokens and fastest_ms[short] > OVERHEAD_MS
-            least = (long / short) ** LEAST_EXPONENT if grows else 1.0 / FALL
-            if fastest_ms[long] < least * fastest_ms[short]:
-                found.append(short)
-                break
-    return found
 
 
 def peak_bytes(run: Run, device: str = "cpu", *, warm: bool = False) -> int:
