@@ -34,7 +34,7 @@ import attnzoo
 from attnzoo.errors import SpecError, did_you_mean
 from attnzoo.evaluation.models import spec_label
 from attnzoo.evaluation.presets import preset_specs
-from attnzoo.evaluation.results import FORMAT, Row, append, commit, open_results
+from attnzoo.evaluation.results import FORMAT, Row, append, open_results
 from attnzoo.evaluation.timing import machine
 from attnzoo.hf.swap.convert import swap
 from attnzoo.report.table import Table
@@ -382,7 +382,6 @@ def run_tasks(
     about = {
         "format": FORMAT,
         "attnzoo": attnzoo.__version__,
-        "commit": commit(),
         "machine": machine(),
         "status": "ok",
         "kind": "task",

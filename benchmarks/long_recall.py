@@ -22,7 +22,7 @@ import typer
 from torch import Tensor
 
 from attnzoo.commands.options import spec_of
-from attnzoo.evaluation.data import StringTokenizer, read_text
+from attnzoo.evaluation.data import read_documents, string_tokenizer
 from attnzoo.evaluation.generation import Needles, correct_tokens
 from attnzoo.evaluation.models import EMBEDDED_LONG, load_swapped, model_path
 from attnzoo.spec import AttentionSpec
@@ -56,8 +56,8 @@ def main(
 ) -> None:
     """Print a JSON line per attention."""
     path = model_path(model)
-    encode = StringTokenizer(path)
-    tokens, needles = encode(read_text(None)), Needles(encode, rows)
+    encode = string_tokenizer(path)
+    tokens, needles = encode(read_documents(None)[0]), Needles(encode, rows)
     first = None
     for name in attention:
         swapped = load_swapped(path, read_attention(name))
@@ -66,7 +66,7 @@ def main(
             prompts = needles.rows([tokens], length, torch.Generator().manual_seed(0))
             size = needles.answer_tokens
             parts = [correct_tokens(swapped, x, size) for x in prompts.split(BATCH)]
-            right = torch.cat([x for x in parts if x is not None])
+            right = torch.cat(parts)
             found.append(right.all(1).float())
             first_wrong = right.int().cumprod(1).sum(1)
             numbers[length] = round(float(right.all(1).float().mean()), 3)

@@ -32,10 +32,7 @@ TargetLength = Annotated[
     ),
 ]
 Rows = Annotated[int, typer.Option(min=1, help="held-out rows")]
-Tasks = Annotated[
-    str | None,
-    typer.Option(help="tasks, groups or tags of lm_eval: NAME,NAME; attnzoo_ruler is our own"),
-]
+Tasks = Annotated[str | None, typer.Option(help="tasks, groups or tags of lm_eval: NAME,NAME")]
 Limit = Annotated[
     float | None, typer.Option(help="documents per task; below 1, a fraction of them")
 ]
@@ -94,9 +91,8 @@ def evaluate(
         raise ConfigError(f"{given[0]} is an option of tasks; give --tasks, or leave it out")
     harness = None
     if tasks is not None:
-        size = int(batch_size) if batch_size.isdigit() else batch_size
-        options |= {"batch_size": size, "max_length": max_length}
-        harness = Harness(path, split(tasks), **options)
+        size: Any = {"batch_size": batch_size, "max_length": max_length}
+        harness = Harness(path, split(tasks), **size, **options)
     results = evaluate_model(
         path,
         data or [],

@@ -91,7 +91,7 @@ def write_report(out: Path, rows: Sequence[Row], mode: str, missing: str = "") -
         if any(curve.ms for curve in curves):
             parts += [*cost_plots(group, curves), cost_table(curves, group)]
     facts = ", ".join(f"{name} {value}" for name, value in about["machine"].items())
-    parts += [*not_measured(rows), f"attnzoo {about['attnzoo']}, {about['commit']}; {facts}."]
+    parts += [*not_measured(rows), f"attnzoo {about['attnzoo']}; {facts}."]
     return write_page(out / PAGE, "Which attention is faster, and from which length on?", parts)
 
 

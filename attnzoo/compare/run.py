@@ -45,7 +45,7 @@ from attnzoo.evaluation.models import (
     model_path,
     spec_label,
 )
-from attnzoo.evaluation.results import FORMAT, Row, append, commit, open_results
+from attnzoo.evaluation.results import FORMAT, Row, append, open_results
 from attnzoo.evaluation.timing import machine
 from attnzoo.hf.configs import has_field, read_field
 from attnzoo.hf.layers import attention_layers
@@ -230,7 +230,6 @@ class Comparison:
         self.about: Row = {
             "format": FORMAT,
             "attnzoo": attnzoo.__version__,
-            "commit": commit(),
             "machine": machine()
             | {"threads": self.threads, "transformers": transformers.__version__},
             "model": {

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,18 @@ from attnzoo.hf.pretrained import load_pretrained
 LINES_OF_JSON = ".jsonl"
 
 
-def read_text(text: Path | None) -> str:
-    """Return a text file's content, or without one the held-out files of the standard library.
+def read_documents(text: Path | None) -> list[str]:
+    """Return the documents of a file: the lines of JSON lines (``.jsonl``), else the whole text.
+
+    Without a file, the held-out files of the standard library are one document.
 
     Raises:
-        SpecError: The file does not exist or cannot be read.
+        SpecError: The file does not exist or cannot be read, or a line has no ``"text"``.
     """
     if text is None:
-        return join(held_out_files()).decode("utf-8", errors="replace")
+        return [join(held_out_files()).decode("utf-8", errors="replace")]
     try:
-        return text.read_text("utf-8")
+        string = text.read_text("utf-8")
     except UnicodeDecodeError as error:
         raise SpecError(
             f"The text file {str(text)!r} is not UTF-8 text (byte {error.start}: {error.reason}); "
@@ -39,18 +42,7 @@ def read_text(text: Path | None) -> str:
             f"The text file {str(text)!r} cannot be read ({error.strerror or error}); give "
             "--data a file in the model's language"
         ) from error
-
-
-def read_documents(text: Path | None) -> list[str]:
-    """Return the documents of a file: the lines of JSON lines (``.jsonl``), else the whole text.
-
-    Without a file, the held-out files of the standard library are one document.
-
-    Raises:
-        SpecError: The file does not exist or cannot be read, or a line has no ``"text"``.
-    """
-    string = read_text(text)
-    if text is None or text.suffix.lower() != LINES_OF_JSON:
+    if text.suffix.lower() != LINES_OF_JSON:
         return [string]
     found = []
     for number, line in enumerate(string.splitlines(), 1):
@@ -96,12 +88,13 @@ def tokenize(tokenizer: Any, text: str) -> Tensor:
     return torch.tensor(ids, dtype=torch.long)
 
 
-def first_documents(text: Path | None, characters: int) -> list[str]:
-    """Return the first documents of a file, ``characters`` long in total; the last one is cut.
+def string_tokenizer(path: Path) -> Callable[[str], Tensor]:
+    """Return a function from a string to its tokens, by the tokenizer in a model's folder."""
+    return partial(tokenize, load_tokenizer(path))
 
-    Raises:
-        SpecError: As :func:`read_documents`.
-    """
+
+def first_documents(text: Path | None, characters: int) -> list[str]:
+    """Return the first documents of a file, ``characters`` long in total; the last one is cut."""
     found = []
     for document in read_documents(text):
         if characters > 0:
@@ -110,44 +103,26 @@ def first_documents(text: Path | None, characters: int) -> list[str]:
     return found
 
 
-class StringTokenizer:
-    """Returns the tokens of a string under the tokenizer of a model's folder.
-
-    Args:
-        path: The folder.
-
-    Attributes:
-        unknown: The token of text that the tokenizer does not know; ``None`` without one.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.tokenizer = load_tokenizer(path)
-        self.unknown: int | None = self.tokenizer.unk_token_id
-
-    def __call__(self, text: str) -> Tensor:
-        """Return the tokens, ``[N]``."""
-        return tokenize(self.tokenizer, text)
-
-
-def text_rows(
-    documents: Sequence[Tensor],
+def tokenized_rows(
+    encode: Callable[[str], Tensor],
+    text: Path | None,
     count: int,
     length: int,
-    bytes_per_token: float,
     generator: torch.Generator,
-) -> Rows:
-    """Return rows to evaluate on: drawn from one document, or packed with whole ones.
+) -> tuple[list[Tensor], Rows]:
+    """Return the documents of a text as tokens, and rows of them to evaluate on.
 
-    Args:
-        documents: Tokens of each.
-        count: Largest number of rows.
-        length: Tokens of a row.
-        bytes_per_token: As in :class:`~attnzoo.evaluation.rows.Rows`.
-        generator: Draws the rows of one document.
+    Rows are drawn from one document, or packed with whole ones.
 
     Raises:
-        ValueError: The text is shorter than a row.
+        SpecError: The text cannot be read, or is shorter than a row.
     """
-    if len(documents) == 1:
-        return cut_rows(documents, count, length, generator, bytes_per_token)
-    return pack_documents(documents, count, length, bytes_per_token)
+    strings = read_documents(text)
+    documents = [encode(x) for x in strings]
+    size = sum(len(x.encode()) for x in strings) / sum(map(len, documents))
+    try:
+        if len(documents) == 1:
+            return documents, cut_rows(documents, count, length, generator, size)
+        return documents, pack_documents(documents, count, length, size)
+    except ValueError as error:
+        raise SpecError(f"Rows of {length} tokens cannot be made: {error}") from None

@@ -8,7 +8,6 @@ tokens of the longest text.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median_low
@@ -56,21 +55,6 @@ class Texts(Dataset[dict[str, Tensor]]):
         return fingerprint(self.tokens, self.attention_mask)
 
 
-@dataclass(frozen=True, kw_only=True)
-class EmbeddingSimilarity:
-    """Cosine similarity between a model's embeddings of held-out texts and the original model's.
-
-    Attributes:
-        cosine: Mean over the texts.
-        least: Minimum over the texts.
-        rows: The similarity of each text.
-    """
-
-    cosine: float
-    least: float
-    rows: Sequence[float] = ()
-
-
 @torch.no_grad()
 def embeddings(model: PreTrainedModel, texts: Texts) -> Tensor:
     """Return the mean last hidden state of each text without padding, ``[N, M]``, on the CPU."""
@@ -90,15 +74,22 @@ def embeddings(model: PreTrainedModel, texts: Texts) -> Tensor:
     return torch.cat(means)
 
 
-def similarity(found: Tensor, original: Tensor) -> EmbeddingSimilarity:
-    """Return the cosine similarity between embeddings, ``[N, M]`` each.
+def similarity(found: Tensor, original: Tensor) -> dict[str, Any]:
+    """Return the cosine similarity between embeddings, ``[N, M]`` each: mean, least, of each text.
 
     Raises:
         NonFiniteError: An embedding is not finite.
     """
     cosines = torch.cosine_similarity(found, original)
-    cosine = require_finite(float(cosines.mean()), "cosine similarity of the embeddings")
-    return EmbeddingSimilarity(cosine=cosine, least=float(cosines.min()), rows=cosines.tolist())
+    mean = require_finite(float(cosines.mean()), "cosine similarity of the embeddings")
+    return {"cosine": mean, "least": float(cosines.min()), "rows": cosines.tolist()}
+
+
+def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Return the tokens that a tokenizer writes before a text, and those after it."""
+    text, whole = (tokenizer("a", add_special_tokens=x)["input_ids"] for x in (False, True))
+    start = next(i for i in range(len(whole)) if whole[i : i + len(text)] == text)
+    return whole[:start], whole[start + len(text) :]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,21 +127,19 @@ def make_embedding_batch(
     """
     tokenizer = load_tokenizer(path)
     documents = [tokenize(tokenizer, x) for x in first_documents(text, CHARACTERS)]
-    special = tokenizer("")["input_ids"]
-    starts = {tokenizer.bos_token_id, tokenizer.cls_token_id}
-    before = torch.tensor([i for i in special if i in starts], dtype=torch.long)
-    after = torch.tensor([i for i in special if i not in starts], dtype=torch.long)
+    before, after = map(torch.tensor, special_tokens(tokenizer))
+    special = len(before) + len(after)
     middle = median_low(map(len, documents))
-    if len(documents) == 1 and middle < length - len(special):
+    if len(documents) == 1 and middle < length - special:
         raise SpecError(
             f"The text has {middle} tokens, but a row needs {length}; give a longer --data, or a "
             "smaller --max-length"
         )
-    length = min(length, middle + len(special))
+    length = min(length, middle + special)
     generator, texts, size = torch.Generator().manual_seed(0), {}, length
     while size == length or size >= SHORTEST:
-        inner = cut_rows(documents, rows, size - len(special), generator).tokens
-        whole = torch.cat([before.expand(rows, -1), inner, after.expand(rows, -1)], 1)
+        inner = cut_rows(documents, rows, size - special, generator).tokens
+        whole = torch.cat([before.expand(rows, -1), inner, after.expand(rows, -1)], 1).long()
         texts[size] = Texts(tokens=whole, attention_mask=torch.ones_like(whole))
         size //= 2
     texts = dict(sorted(texts.items()))
@@ -177,8 +166,8 @@ def measure_embeddings(model: PreTrainedModel, batch: EmbeddingEvalBatch) -> dic
         found[length] = similarity(embeddings(model, texts), original)
     longest = found[max(found)]
     return {
-        "cosine": round(longest.cosine, 4),
-        "least": round(longest.least, 4),
-        "cosine_rows": [round(x, 6) for x in longest.rows],
-        "cosine_by_length": {length: round(x.cosine, 4) for length, x in found.items()},
+        "cosine": round(longest["cosine"], 4),
+        "least": round(longest["least"], 4),
+        "cosine_rows": [round(x, 6) for x in longest["rows"]],
+        "cosine_by_length": {length: round(x["cosine"], 4) for length, x in found.items()},
     }

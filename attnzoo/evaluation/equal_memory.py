@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,11 +51,6 @@ class EqualWindow:
     windows: Mapping[int, int | None]
     swap_bytes: int
     exact_bytes: int
-
-    @property
-    def saves_memory(self) -> bool:
-        """Whether the swap's cache is smaller than softmax's."""
-        return any(window is not None for window in self.windows.values())
 
     @property
     def spec(self) -> AttentionSpec:
@@ -108,26 +103,17 @@ def equal_window(
     swapped = saved_cache_bytes(path, spec, length, dtype)
     numbers = sorted({layer.geometry.layer for layer in attention_layers(empty_model(path))})
     windows: dict[int, int | None] = {}
-    for number in approximate_layers(spec, numbers):
-        whole = exact[number]
-        fits = swapped[number] * length // whole
-        windows[number] = None if fits >= length else max(1, fits)
+    for number in numbers:
+        entry = spec.for_layer(number)
+        if entry.backend not in (EXACT, "softmax") or entry.options.get("window"):
+            fits = swapped[number] * length // exact[number]
+            windows[number] = None if fits >= length else max(1, fits)
     return EqualWindow(
         length=length,
         windows=windows,
         swap_bytes=sum(swapped.values()),
         exact_bytes=sum(exact.values()),
     )
-
-
-def approximate_layers(spec: AttentionSpec, layers: Iterable[int]) -> list[int]:
-    """Return the indices of the layers that do not compute softmax over all keys."""
-    return [
-        number
-        for number in layers
-        if (entry := spec.for_layer(number)).backend not in (EXACT, "softmax")
-        or entry.options.get("window")
-    ]
 
 
 def saved_cache_bytes(

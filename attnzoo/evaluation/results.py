@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -49,19 +48,16 @@ def read(path: Path) -> list[Row]:
         raise SpecError(f"The results in {str(path)!r} cannot be read: {error}") from error
     remedy = "use --fresh to start over (the file is kept as .old), or give another --output-dir"
     rows = []
-    lines = text.splitlines()
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text.splitlines(keepends=True), 1):
         try:
-            row = json.loads(line)
-            if number == len(lines) and not text.endswith("\n"):
-                raise ValueError("no end of line")
+            row = json.loads(line) if line.endswith("\n") else None
         except (ValueError, RecursionError):
-            if number == len(lines):
-                fault = "the last one, is truncated; delete that line to resume from the others, or"
-                raise SpecError(f"Line {number} of {str(path)!r}, {fault} {remedy}") from None
-            raise SpecError(f"Line {number} of {str(path)!r} is not JSON; {remedy}") from None
+            row = None
         if not isinstance(row, dict) or "format" not in row or "status" not in row:
-            raise SpecError(f"Line {number} of {str(path)!r} is not a result of attnzoo; {remedy}")
+            raise SpecError(
+                f"Line {number} of {str(path)!r} is truncated, or not a result of attnzoo; delete "
+                f"that line to resume from the others, or {remedy}"
+            )
         mine = (FORMAT, attnzoo.__version__)
         if (theirs := (row["format"], row.get("attnzoo"))) != mine:
             raise SpecError(
@@ -95,21 +91,3 @@ def append(out: Path, row: Row) -> Row:
             ) from error
     parsed: Row = json.loads(line)
     return parsed
-
-
-def commit() -> str | None:
-    """Return the commit of this package if it runs from a git checkout, else ``None``."""
-    root = Path(attnzoo.__file__).resolve().parents[1]
-    if not (root / ".git").exists():
-        return None
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(root), "describe", "--always", "--dirty"],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=10,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()

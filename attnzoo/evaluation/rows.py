@@ -35,32 +35,30 @@ class NonFiniteError(AttnzooError):
 
 
 def require_finite(value: float, name: str) -> float:
-    """Return a measured value.
-
-    Args:
-        value: The value.
-        name: Name of the measurement.
-
-    Raises:
-        NonFiniteError: The value is NaN or infinite.
-    """
+    """Return a measured value, or raise an error with its name if it is NaN or infinite."""
     if not math.isfinite(value):
         raise NonFiniteError(f"the {name} is {value}: the model's outputs are not finite")
     return value
 
 
 def contributions(rows: Sequence[Tensor], scale: float = 1.0) -> list[float]:
-    """Return one number per row, whose mean is the mean over all numbers of all rows.
+    """Return one number per row, whose mean is ``scale`` times the mean over all numbers of rows.
 
     A row with more numbers contributes more, so that differences between two models on the same
     rows have the mean of the differences of their numbers.
-
-    Args:
-        rows: The numbers of each row.
-        scale: Factor of all numbers.
     """
     total = sum(len(x) for x in rows)
     return [scale * float(x.float().sum()) * len(rows) / max(total, 1) for x in rows]
+
+
+def unigram_bits_per_byte(tokens: Tensor, bytes_per_token: float) -> float:
+    """Return the loss of a model that knows only how frequent each token is.
+
+    A model that is not below it on these tokens predicts nothing: it is not trained, or the text is
+    in another language.
+    """
+    frequencies = tokens.long().flatten().bincount().double() / tokens.numel()
+    return float(torch.special.entr(frequencies).sum()) / (math.log(2) * bytes_per_token)
 
 
 def fingerprint(*tensors: Tensor) -> str:
@@ -182,14 +180,6 @@ class Rows(Dataset[dict[str, Tensor]]):
         labels = () if self.labels is None else (self.labels,)
         return fingerprint(self.tokens, self.positions, torch.tensor(self.bytes_per_token), *labels)
 
-    @property
-    def stream(self) -> Tensor:
-        """The tokens of all rows without padding, ``[L]``."""
-        if self.ends is None:
-            return self.tokens.flatten().long()
-        rows = zip(self.tokens, self.ends, strict=True)
-        return torch.cat([row[:end] for row, end in rows]).long()
-
 
 def pack_documents(
     documents: Sequence[Tensor], count: int, length: int, bytes_per_token: float
@@ -273,6 +263,11 @@ def predictions(model: Any, rows: Rows, count: int | None = None) -> Iterator[tu
             yield part, model(tokens, use_cache=False).logits
         else:
             yield part, _alone(model, part)
+
+
+def token_losses(model: Any, rows: Rows, count: int | None = None) -> Tensor:
+    """Return the losses of :func:`losses_of` of a model's :func:`predictions`, on the CPU."""
+    return torch.cat([losses_of(*pair) for pair in predictions(model, rows, count)]).cpu()
 
 
 def _alone(model: Any, rows: Rows) -> Tensor:

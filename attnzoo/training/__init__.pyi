@@ -2,9 +2,6 @@
 from attnzoo.evaluation.quality import EvalBatch as EvalBatch
 from attnzoo.evaluation.quality import Quality as Quality
 from attnzoo.evaluation.quality import evaluate_rows as evaluate_rows
-from attnzoo.evaluation.quality import (
-    with_original_continuations as with_original_continuations,
-)
 from attnzoo.evaluation.rows import Rows as Rows
 from attnzoo.training.arguments import RecoveryArguments as RecoveryArguments
 from attnzoo.training.data import RowOptions as RowOptions

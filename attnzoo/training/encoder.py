@@ -11,7 +11,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.data import load_tokenizer
-from attnzoo.evaluation.embeddings import Texts
+from attnzoo.evaluation.embeddings import Texts, special_tokens
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.pretrained import explain_load_errors
@@ -61,16 +61,12 @@ def tokenize_texts(
             "The tokenizer has no padding token, which texts of different lengths need; set one "
             "and save the tokenizer"
         )
-    rows: list[list[int]] = []
-    if tokenizer.is_fast:
-        options = {"truncation": True, "max_length": row_length, "return_overflowing_tokens": True}
-        rows.extend(tokenizer(list(documents), **options)["input_ids"])
-    else:
-        size = row_length - tokenizer.num_special_tokens_to_add()
-        for text in documents:
-            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-            for first in range(0, len(ids), size):
-                rows.append(tokenizer.prepare_for_model(ids[first : first + size])["input_ids"])
+    before, after = special_tokens(tokenizer)
+    size, rows = row_length - len(before) - len(after), []
+    for text in documents:
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        parts = [ids[first : first + size] for first in range(0, len(ids), size)]
+        rows += [[*before, *part, *after] for part in parts]
     check_vocabulary(max(map(max, rows)), vocab_size)
     padded = tokenizer.pad({"input_ids": rows}, return_tensors="pt")
     return Texts(tokens=padded["input_ids"], attention_mask=padded["attention_mask"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from attnzoo.errors import AttnzooError, ConfigError, SpecError, UntrainedWarning
-from attnzoo.evaluation.corpus import Repeat
-from attnzoo.evaluation.data import StringTokenizer
 from attnzoo.evaluation.embeddings import Texts, embeddings, similarity
 from attnzoo.evaluation.equal_memory import EqualWindow, equal_window
-from attnzoo.evaluation.generation import Encode, make_generation_batch
+from attnzoo.evaluation.generation import make_generation_batch, with_reference
 from attnzoo.evaluation.harness import Harness
 from attnzoo.evaluation.kernel_checks import check_model_kernels
 from attnzoo.evaluation.margins import mean_of
@@ -28,7 +27,6 @@ from attnzoo.evaluation.quality import (
     Quality,
     evaluate_rows,
     rows_with_repeats,
-    with_original_continuations,
 )
 from attnzoo.evaluation.rows import NonFiniteError, Rows
 from attnzoo.hf.configs import read_field
@@ -50,25 +48,21 @@ Log = Callable[[str], None]
 # -- held-out rows -------------------------------------------------------------------------------
 
 
-def rows_to_eval_batch(rows: Rows, count: int, encode: Encode | None = None) -> EvalBatch:
+def rows_to_eval_batch(rows: Rows, count: int, *, generates: bool = False) -> EvalBatch:
     """Return held-out rows, plain and with a repeated segment.
 
     Args:
         rows: Held-out rows.
         count: Number of rows.
-        encode: Returns the tokens of a string; needed to measure generation.
+        generates: Whether generation is measured, after the beginnings of documents.
     """
-    held_out, generation = select_rows(rows, count), None
-    repeated: Rows | None = None
-    repeats: list[Repeat] = []
-    if rows.labels is None:
-        repeated, repeats = rows_with_repeats(held_out, torch.Generator().manual_seed(0))
-    if encode is not None:
-        documents = rows.documents()
-        if rows.starts is not None:  # whole ones, also those that are longer than a row
-            documents = [x for x in rows.stream.tensor_split(rows.starts.long()) if len(x)]
-        generation = make_generation_batch(documents, encode, rows.length, held_out)
-    return EvalBatch(rows=held_out, repeated=repeated, repeats=repeats, generation=generation)
+    held_out = select_rows(rows, count)
+    generation = make_generation_batch(held_out.documents(), rows.length) if generates else None
+    batch = EvalBatch(rows=held_out, generation=generation)
+    if rows.labels is not None:
+        return batch
+    repeated, repeats = rows_with_repeats(held_out, torch.Generator().manual_seed(0))
+    return replace(batch, repeated=repeated, repeats=repeats)
 
 
 def select_rows(rows: Rows, count: int) -> Rows:
@@ -125,11 +119,11 @@ class Evaluator:
         rows: Number of rows that are evaluated; :data:`ROWS` when ``None``.
         target_length: Tokens for which the swap is meant; rows of that length and of twice as many
             tokens are evaluated too, without generation.
-        generates: Whether greedy generation is measured.
         log: Called with progress messages.
 
     Attributes:
-        batches: What models are evaluated on, by length; that of ``held_out`` is the first.
+        row_length: Tokens of the rows ``held_out``, which are the shortest.
+        batches: What models are evaluated on, by length.
         lines_of: Results by length and name.
         equal: The window of equal memory; ``None`` if it is not known.
         window: Window of ``window alone``.
@@ -146,14 +140,12 @@ class Evaluator:
         *,
         rows: int | None = None,
         target_length: int | None = None,
-        generates: bool = True,
         log: Log = lambda text: None,
     ) -> None:
         self.path, self.log, self.target_length = path, log, target_length
-        encode = StringTokenizer(path) if generates else None
-        self.batches: dict[int, Any] = {
-            held_out.length: rows_to_eval_batch(held_out, rows or ROWS, encode)
-        }
+        self.row_length = held_out.length
+        batch = rows_to_eval_batch(held_out, rows or ROWS, generates=True)
+        self.batches: dict[int, Any] = {self.row_length: batch}
         if held_out.labels is not None:
             log("the loss is that of completions; recall is not measured")
         else:
@@ -168,29 +160,18 @@ class Evaluator:
         for length in (target, 2 * target):
             if length <= self.row_length:
                 continue
-            reason = ""
-            if limit is not None and length > limit:
-                reason = f"the model has {limit} positions"
-            else:
-                try:
-                    batch = rows_to_eval_batch(load(length), count)
-                except DataError as error:
-                    reason = f"of the held-out text, {error}"
-                else:
-                    if len(batch.rows) < LEAST_ROWS:
-                        reason = (
-                            f"the held-out text has {len(batch.rows)} rows of that length, and "
-                            f"{LEAST_ROWS} are the least; give more text"
-                        )
-            if reason:
-                self.log(f"{length} tokens are not evaluated: {reason}")
-            else:
+            try:
+                if limit is not None and length > limit:
+                    raise DataError(f"the model has {limit} positions")
+                batch = rows_to_eval_batch(load(length), count)
+                if len(batch.rows) < LEAST_ROWS:
+                    raise DataError(
+                        f"it has {len(batch.rows)} rows of that length, and {LEAST_ROWS} are the "
+                        "least; give more text"
+                    )
                 self.batches[length] = batch
-
-    @property
-    def row_length(self) -> int:
-        """Tokens of the shortest rows, which are the first ones."""
-        return min(self.batches)
+            except DataError as error:
+                self.log(f"{length} tokens of held-out text are not evaluated: {error}")
 
     @property
     def batch(self) -> Any:
@@ -218,38 +199,46 @@ class Evaluator:
 
     def add_original(self, model: Any, teacher: Any = None) -> None:
         """Set what the original model generates, of a swapped model before training."""
-        batch = with_original_continuations(model, self.batch, teacher)
-        self.batches[self.row_length] = batch.to(torch.device("cpu"))
+        if (generation := self.batch.generation) is None:
+            return
+        original = model if teacher is None else teacher
+        original.to(next(model.parameters()).device)
+        training = original.training
+        with original_attention(model) if teacher is None else nullcontext():
+            original.eval()
+            generation = with_reference(generation, original)
+        original.train(training)
+        self.batches[self.row_length] = replace(self.batch, generation=generation)
 
     def measure(self, model: Any, batch: Any) -> Any:
         """Return the quality of a model at one length."""
         return evaluate_rows(model, batch)
 
-    def evaluate(self, name: str, model: Any, equal: EqualWindow | None = None) -> None:
-        """Evaluate a model at all lengths, except where ``equal`` sees every key.
+    def evaluate(self, name: str, model: Any) -> None:
+        """Evaluate a model at all lengths, except where a window of equal memory sees every key.
 
         Raises:
             NonFiniteError: The model's outputs are not finite.
         """
         self.log(f"evaluation: {name}")
+        seen = self.equal.widest if self.equal is not None and name == "equal window" else 0
         with warnings.catch_warnings():  # a raw swap is untrained by definition
             warnings.simplefilter("ignore", UntrainedWarning)
             for length, batch in self.batches.items():
-                if name == "raw swap" and length != self.row_length:
-                    continue
-                if equal is not None and equal.widest >= length:
-                    continue
-                try:
-                    self.lines_of[length][name] = self.measure(model, batch)
-                except NonFiniteError as error:
-                    message = f"The model {name!r} cannot be measured: {error}"
-                    raise NonFiniteError(message) from error
+                if seen < length and (name != "raw swap" or length == self.row_length):
+                    try:
+                        self.lines_of[length][name] = found = self.measure(model, batch)
+                        for note in getattr(found, "notes", ()):
+                            self.log(f"{name}: {note}")
+                    except NonFiniteError as error:
+                        message = f"The model {name!r} cannot be measured: {error}"
+                        raise NonFiniteError(message) from error
 
     def evaluate_windows(self, model: Any) -> None:
         """Evaluate windows in a model that is not swapped; restore it."""
-        if self.equal is not None and self.equal.saves_memory:
+        if self.equal is not None and self.equal.widest:
             swap(model, self.equal.spec)
-            self.evaluate("equal window", model, equal=self.equal)
+            self.evaluate("equal window", model)
             restore(model)
         swap(model, "flash", window=self.window)
         self.evaluate("window alone", model)
@@ -278,8 +267,8 @@ class EncoderEvaluator(Evaluator):
 
     def __init__(self, held_out: Texts, *, log: Log = lambda text: None) -> None:
         tokens, mask = held_out.tokens[:ROWS], held_out.attention_mask[:ROWS]
-        self.log = log
-        self.batches = {tokens.shape[1]: Texts(tokens=tokens, attention_mask=mask)}
+        self.log, self.row_length = log, tokens.shape[1]
+        self.batches = {self.row_length: Texts(tokens=tokens, attention_mask=mask)}
         self.lines_of = {self.row_length: {}}
 
     def set_windows(self, model: Any, spec: AttentionSpec, window: int | None = None) -> None:
@@ -300,7 +289,7 @@ class EncoderEvaluator(Evaluator):
         return {
             "verdict": encoder_verdict(self.lines),
             "window": self.window,
-            "lines": {name: asdict(line) for name, line in self.lines.items()},
+            "lines": self.lines,
         }
 
 
@@ -321,18 +310,14 @@ def as_dicts(lines: Mapping[str, Quality]) -> dict[str, Any]:
     data = {}
     for name, line in lines.items():
         found: dict[str, Any] = asdict(line)
-        loss, recall = line.recovered(softmax, window)
-        known = {"loss_share": loss, "recall_share": recall}
-        for key, share in known.items():
-            found[key] = None if share is None else share.mean
-            found[f"{key}_error"] = None if share is None else _finite(share.error)
-        found["agreement_error"] = _finite(mean_of(line.agreement_rows).error)
-        data[name] = found
+        errors = {"agreement": mean_of(line.agreement_rows).error}
+        for metric in ("loss", "recall"):
+            share = line.closed(metric, softmax, window)
+            found[f"{metric}_share"] = share and share.mean
+            errors[f"{metric}_share"] = math.inf if share is None else share.error
+        known = {f"{key}_error": x if math.isfinite(x) else None for key, x in errors.items()}
+        data[name] = found | known
     return data
-
-
-def _finite(error: float) -> float | None:
-    return error if math.isfinite(error) else None
 
 
 # -- the command ---------------------------------------------------------------------------------
@@ -387,18 +372,16 @@ def evaluate(
     """
     path, data = Path(path), [Path(x) for x in data]
     _check_arguments(path, data, tasks, original)
-    judge = None
+    judge, scores = None, {}
     if data:
         options = RowOptions(dataset_text_field=column, max_tokens=max_tokens)
 
         def load(length: int) -> Rows:
             return load_rows(path, data, replace(options, max_length=length))[1]
 
-        judge = Evaluator(
-            *(path, load(row_length), load), rows=rows, target_length=target_length, log=log
-        )
+        held_out = load(row_length)
+        judge = Evaluator(path, held_out, load, rows=rows, target_length=target_length, log=log)
         log(f"{len(judge.batch.rows)} held-out rows")
-    scores: dict[str, Any] = {}
 
     def run_tasks(name: str, model: Any) -> None:
         if tasks is not None:
@@ -411,23 +394,21 @@ def evaluate(
     length = min(row_length, max_positions(path) or row_length)
     inputs = {"input_ids": torch.ones(1, length, dtype=torch.int64)}
     check_model_kernels(model, inputs, log, generate=True)
-    window = control or widest_window(model)
-    results: dict[str, Any] = {"window": window}
-    if judge is not None:
-        judge.set_windows(model, AttentionSpec.from_dict(getattr(model.config, NAME)), window)
-        judge.add_original(model)
+    results: dict[str, Any] = {"window": control or widest_window(model)}
     with original_attention(model):
         run_tasks("softmax", model)
-        if judge is not None:
-            judge.evaluate("softmax", model)
     run_tasks("result", model)
     if judge is not None:
+        judge.set_windows(model, AttentionSpec.from_dict(getattr(model.config, NAME)), control)
+        judge.add_original(model)
+        with original_attention(model):
+            judge.evaluate("softmax", model)
         judge.evaluate("result", model)
     restore(model)  # swapping would warn that trained extras are lost
     if judge is not None:
         judge.evaluate_windows(model)
         results |= judge.results()
-    swap(model, "flash", window=window)
+    swap(model, "flash", window=results["window"])
     run_tasks("window alone", model)
     return results | ({"tasks": scores} if scores else {})
 

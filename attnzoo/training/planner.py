@@ -267,7 +267,7 @@ def why_useless(planner: SwapPlanner, name: str, equal: EqualWindow, limit: int 
         equal: Its window of equal memory at that length.
         limit: Positions of the model; ``None`` without a limit.
     """
-    if equal.saves_memory:
+    if equal.widest:
         return ""
     faster = planner.speedup(name, min(equal.length, limit or equal.length))
     if faster.is_positive:

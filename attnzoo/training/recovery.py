@@ -180,7 +180,6 @@ class Recovery:
             self.held_out,
             lambda length: load_rows(self.path, self.data, args.of_length(length))[1],
             target_length=args.target_length,
-            generates=self.generates,
             log=self.log,
         )
 
@@ -289,8 +288,7 @@ class Recovery:
             self.log("the last state of a stage is kept, not the best (DeepSpeed or cp_size)")
             return None
         generation = getattr(self.evaluator.batch, "generation", None) if generates else None
-        given = generation and generation.to(self.args.device)
-        return BestState(self.judged(), given, self.log)
+        return BestState(self.judged(), generation, self.log)
 
     def tune_softmax(self) -> None:
         """Train the model with softmax with cross-entropy as the baseline ``softmax tuned``.

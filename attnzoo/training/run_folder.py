@@ -21,7 +21,7 @@ from attnzoo.hf.saving.dtype import cast_weights
 from attnzoo.hf.saving.files import read_config
 from attnzoo.report.atomic_write import atomic_write
 from attnzoo.report.output_path import check_folder
-from attnzoo.training.report import about_run, card
+from attnzoo.training.report import card
 
 RESULTS = "recovery.json"
 RUN = "run.json"  # in the folder of the checkpoints
@@ -129,8 +129,7 @@ def save_model(run: Any, model: PreTrainedModel, results: dict[str, Any]) -> dic
     out: Path = run.folder.out
     if run.state.is_main_process:
         losses = {name: _losses(history) for name, history in run.stages.items()}
-        results = {**results, "about": about_run(run), "losses": losses}
-        results = json.loads(json.dumps(results, allow_nan=False))
+        results = json.loads(json.dumps({**results, "losses": losses}, allow_nan=False))
         partial = out / "model.partial"
         model.requires_grad_(True)
         cast_weights(model, run.dtype)
@@ -138,7 +137,7 @@ def save_model(run: Any, model: PreTrainedModel, results: dict[str, Any]) -> dic
         model.save_pretrained(partial)
         load_tokenizer(run.path).save_pretrained(partial)
         copy_companions(run.path, partial)
-        (partial / "README.md").write_text(card(results), "utf-8")
+        (partial / "README.md").write_text(card(run, results), "utf-8")
         move_files(partial, out)
         atomic_write(out / RESULTS, json.dumps(results, indent=2))
         for path in run.folder.checkpoints.glob("*/"):

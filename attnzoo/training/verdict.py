@@ -8,8 +8,8 @@ Generation comes first, because a user of the model sees what it generates.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from attnzoo.evaluation.embeddings import EmbeddingSimilarity
 from attnzoo.evaluation.equal_memory import EqualWindow
 from attnzoo.evaluation.margins import Difference, mean_of, paired, plus_minus
 from attnzoo.evaluation.quality import Quality
@@ -32,19 +32,24 @@ def verdict(lines: Mapping[str, Quality]) -> str:
             f"byte on this text, and the frequencies of its tokens alone give "
             f"{softmax.unigram:.2f}. Give a trained model, and text in its language."
         )
-    generated = ""
+    winners = _winners("result", result, "window", window)
+    parts = []
+    if winners["window"]:
+        worse = _join(winners["window"])
+        parts.append(f"The result is worse than its window alone in {worse}. {REMEDY}")
     if result.agreement_rows and window.agreement_rows:
         own, other = (_percent(mean_of(x.agreement_rows)) for x in (result, window))
-        generated = (
+        parts.append(
             f"Of the tokens that the result generates, {own} equal the original model's (the "
             f"window alone: {other})."
         )
-    if worse := _worse(result, window):
-        first = f"The result is worse than its window alone: {' and '.join(worse)}. {REMEDY}"
-        parts = [first, generated]
-    else:
-        parts = [generated, *_gaps(result, softmax, window), _above_all(result, softmax)]
-    return " ".join(filter(None, [*parts, _left_out(lines)]))
+    if not winners["window"]:
+        parts.append(_closed_gaps(result, softmax, window))
+        if winners[""]:
+            same = _join(winners[""])
+            parts.append(f"No difference from the window alone is measured in {same}.")
+        parts.append(_above_all(result, softmax))
+    return " ".join(filter(None, parts))
 
 
 def difference(metric: str, ours: Quality, theirs: Quality) -> Difference:
@@ -57,89 +62,52 @@ def _percent(found: Difference) -> str:
     return plus_minus(found.mean, found.error, percent=True)
 
 
-def _worse(result: Quality, window: Quality) -> list[str]:
-    """Return the metrics in which the result is clearly worse, with both numbers."""
-    found = []
-    fewer = difference("agreement", result, window)
-    if fewer.is_negative:
-        found.append(
-            f"{result.agreement:.0%} of the tokens that it generates equal the original model's, "
-            f"of the window's {window.agreement:.0%} (difference {_percent(fewer)})"
-        )
-    for metric in ("loss", "recall"):
-        more = difference(metric, result, window)
-        if more.is_positive:
-            mine, theirs = getattr(result, metric), getattr(window, metric)
-            found.append(
-                f"{metric} is {mine:.3f} bits per byte, the window's {theirs:.3f} (difference "
-                f"{more})"
-            )
-    return found
+def _winners(name: str, ours: Quality, other: str, theirs: Quality) -> dict[str, list[str]]:
+    """Return the metrics in which each of two models is clearly better, and those of neither."""
+    wins: dict[str, list[str]] = {name: [], other: [], "": []}
+    for metric, sign in (("agreement", -1), ("loss", 1), ("recall", 1)):
+        own = difference(metric, ours, theirs)
+        if own.count:
+            equal = metric == "agreement"
+            text = f"equal tokens ({_percent(own)})" if equal else f"{metric} ({own} bits per byte)"
+            better = name if sign * own.mean < 0 else other
+            wins[better if own.is_clear else ""].append(text)
+    return wins
 
 
-def _gaps(result: Quality, softmax: Quality, window: Quality) -> list[str]:
+def _closed_gaps(result: Quality, softmax: Quality, window: Quality) -> str:
     """Return which fractions of the gap between window and softmax the result closes."""
-    shares = zip(("loss", "recall"), result.recovered(softmax, window), strict=True)
-    known = {metric: share for metric, share in shares if share is not None}
+    shares = {metric: result.closed(metric, softmax, window) for metric in ("loss", "recall")}
+    known = {metric: share for metric, share in shares.items() if share is not None}
     if not known:
-        return [
+        return (
             "On this text no difference between the window alone and softmax is measured (loss: "
             f"{difference('loss', window, softmax)} bits per byte), so recovery cannot be judged; "
             "evaluate on longer or more rows, or on text with long-range dependencies."
-        ]
-    own = {metric: difference(metric, result, window) for metric in ("loss", "recall")}
-    closed = [
-        f"{_percent(x)} in {metric}" for metric, x in known.items() if own[metric].is_negative
-    ]
-    same = [f"{k}: {x} bits per byte" for k, x in own.items() if x.count and not x.is_clear]
-    gap = "The result closes the gap between the window alone and softmax by"
-    return [
-        f"{gap} {' and '.join(closed)}." * bool(closed),
-        f"No difference from the window alone is measured in {', '.join(same)}." * bool(same),
-    ]
+        )
+    clear = {x: y for x, y in known.items() if difference(x, result, window).is_negative}
+    closed = " and ".join(f"{_percent(share)} in {metric}" for metric, share in clear.items())
+    text = f"The result closes the gap between the window alone and softmax by {closed}."
+    return text * bool(clear)
 
 
 def _above_all(result: Quality, softmax: Quality) -> str:
-    """Return a warning if the result seems to predict better than softmax, or ""."""
+    """Return a warning if the result predicts better than softmax, or ""."""
     found = {metric: difference(metric, result, softmax) for metric in ("loss", "recall")}
-    better = {
-        metric: own
-        for metric, own in found.items()
-        if own.is_negative or (own.count and own.mean < -LEAST[metric])
-    }
-    names = ", ".join(f"{metric}: {own} bits per byte" for metric, own in better.items())
-    if any(own.is_clear for own in better.values()):
-        return (
-            f"Warning: the result predicts better than softmax ({names}), which a student cannot "
-            "learn from its teacher. Likely, the rows are not like the text that the model was "
-            "trained on (other text, or rows that begin in the middle of its sequences), and the "
-            "training of the swap has seen such rows; evaluate on the model's own kind of text."
-        )
+    better = [f"{metric}: {own} bits per byte" for metric, own in found.items() if own.is_negative]
     return (
-        f"Warning: the result seems to predict better than softmax ({names}); that is within the "
-        "noise of so few rows. Evaluate on more rows."
+        f"Warning: the result predicts better than softmax ({', '.join(better)}), which a student "
+        "cannot learn from its teacher. Likely, the rows are not like the text that the model was "
+        "trained on (other text, or rows that begin in the middle of its sequences), and the "
+        "training of the swap has seen such rows; evaluate on the model's own kind of text."
     ) * bool(better)
-
-
-def _left_out(lines: Mapping[str, Quality]) -> str:
-    """Return why numbers are left out, or ""."""
-    found: dict[str, list[str]] = {}
-    for name, line in lines.items():
-        for note in line.notes:
-            found.setdefault(note, []).append(name)
-    return " ".join(
-        f"{note[0].upper()}{note[1:]}."
-        if len(names) == len(lines)
-        else f"Of {_join(names)}: {note}."
-        for note, names in found.items()
-    )
 
 
 def equal_sentence(lines: Mapping[str, Quality], equal: EqualWindow | None, length: int) -> str:
     """Return who wins at equal memory on rows of a length, or why that is not known, or ""."""
     if equal is None:
         return ""
-    if not equal.saves_memory:
+    if not equal.widest:
         return (
             f"The swap's cache is as large as softmax's at {equal.length:,} tokens, so softmax is "
             "its baseline at equal memory."
@@ -163,14 +131,7 @@ def compare(name: str, ours: Quality, other: str, theirs: Quality) -> str:
         other: Name of the other model.
         theirs: Its quality, on the same rows.
     """
-    wins: dict[str, list[str]] = {name: [], other: [], "": []}
-    for metric, sign in (("agreement", -1), ("loss", 1), ("recall", 1)):
-        own = difference(metric, ours, theirs)
-        if own.count:
-            equal = metric == "agreement"
-            text = f"equal tokens ({_percent(own)})" if equal else f"{metric} ({own})"
-            better = name if sign * own.mean < 0 else other
-            wins[better if own.is_clear else ""].append(text)
+    wins = _winners(name, ours, other, theirs)
     parts = [f"{who} is better in {_join(found)}" for who, found in wins.items() if who and found]
     if wins[""]:
         parts.append(f"no difference is measured in {_join(wins[''])}")
@@ -181,22 +142,23 @@ def _join(parts: Sequence[str]) -> str:
     return " and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else parts[0]
 
 
-def encoder_verdict(lines: Mapping[str, EmbeddingSimilarity]) -> str:
+def encoder_verdict(lines: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the conclusion in one sentence, beginning with a result worse than the window's.
 
     Args:
-        lines: Evaluation results of ``window alone``, ``raw swap`` and ``result``.
+        lines: Similarities of ``window alone``, ``raw swap`` and ``result`` to softmax.
     """
-    result, window, raw = (lines[name] for name in ("result", "window alone", "raw swap"))
-    better = paired(result.rows, window.rows, least=LEAST_COSINE)
+    result, window, raw = (lines[name]["rows"] for name in ("result", "window alone", "raw swap"))
+    better = paired(result, window, least=LEAST_COSINE)
     if better.is_negative:
         return (
             "The result is worse than its window alone: the cosine similarity of its embeddings to "
-            f"softmax's is {result.cosine:.3f}, the window's {window.cosine:.3f} (difference "
-            f"{better}). Do not use it; train longer, keep layers exact, or use the window."
+            f"softmax's is {mean_of(result).mean:.3f}, the window's {mean_of(window).mean:.3f} "
+            f"(difference {better}). Do not use it; train longer, keep layers exact, or use the "
+            "window."
         )
     same = f" No difference from the window alone is measured: {better}." * (not better.is_clear)
     return (
-        f"Embeddings of held-out text have a mean cosine of {mean_of(result.rows)} to softmax's; "
-        f"the raw swap {mean_of(raw.rows)}, the window alone {mean_of(window.rows)}.{same}"
+        f"Embeddings of held-out text have a mean cosine of {mean_of(result)} to softmax's; "
+        f"the raw swap {mean_of(raw)}, the window alone {mean_of(window)}.{same}"
     )

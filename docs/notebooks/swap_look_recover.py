@@ -30,13 +30,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import attnzoo
-from attnzoo.evaluation.data import read_text
+from attnzoo.evaluation.data import read_documents
 from attnzoo.evaluation.models import embedded_model_path
 
 folder = embedded_model_path()  # of your model: its folder, or its id on the Hub
 tokenizer = AutoTokenizer.from_pretrained(folder)
 model = AutoModelForCausalLM.from_pretrained(folder)
-text = read_text(None)  # source files that the model was not trained on
+text = read_documents(None)[0]  # source files that the model was not trained on
 tokens = tokenizer(
     [text[start : start + 128] for start in range(0, 8 * 128, 128)],
     max_length=128,

@@ -25,7 +25,7 @@ COMMANDS = {
     "recover --teacher": ("--data", "DATA", "--teacher", "MODEL", "--output-dir", "OUT"),
     "finetune": ("--data", "DATA", "--attention", "linear", "--output-dir", "OUT"),
     "evaluate": ("--data", "DATA"),
-    "evaluate --tasks": ("--data", "DATA", "--tasks", "attnzoo_ruler"),
+    "evaluate --tasks": ("--tasks", "last_word", "--include-path", "integrations/lm_eval"),
     "compare": ("--output-dir", "OUT", "--attention", "linear", "--lengths", "64"),
     "heads": ("--rows", "1", "--data", "DATA"),
     "heads --save": ("--rows", "1", "--data", "DATA", "--prune", "0.5", "--save", "OUT"),

@@ -33,7 +33,6 @@ def cost(name, length, *, level="op", mode="forward", status="ok"):
         "B": 1,
         "status": status,
         "attnzoo": "0.1.0",
-        "commit": None,
         "machine": {"cpu": "a <cpu>"},
         "model": {"name": "a <model>", "H": 8, "Hkv": 8, "D": 64},
     }

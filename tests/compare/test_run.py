@@ -311,7 +311,7 @@ def test_a_file_of_another_version_is_refused(llama, tmp_path):
             "Line 2 .*truncated",
         ),
         ('{"format": 1, "status": "ok", "attnzoo": "VERSION"}', "Line 1 .*truncated"),
-        ("nonsense\n{}\n", "Line 1 .*is not JSON"),
+        ("nonsense\n{}\n", "Line 1 .*not a result"),
         ("[1, 2]\n", "not a result of attnzoo"),
         ("\udcff", "cannot be read"),
     ],

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import attnzoo
-from attnzoo.evaluation.data import StringTokenizer, read_text
+from attnzoo.evaluation.data import read_documents, string_tokenizer
 from attnzoo.evaluation.generation import Needles, correct_tokens
 from attnzoo.evaluation.models import embedded_model_path, load_swapped
 from attnzoo.evaluation.quality import evaluate_rows, make_eval_batch
@@ -20,7 +20,7 @@ MEGABYTE = 1e6
 def measured():
     """Bits per byte and recall of the embedded model, and of its window of 32."""
     path = embedded_model_path()
-    batch = make_eval_batch(path, None, rows=48, row_length=512)
+    batch = make_eval_batch(path, None, rows=12, row_length=512)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     results = []
     for window in (None, 32):
@@ -83,11 +83,8 @@ def test_a_window_of_32_increases_the_loss(measured):
 @pytest.mark.parametrize(
     ("backend", "options"),
     [
-        ("linear", {"feature_map": "elu+1"}),
-        ("linear", {"feature_map": "exp"}),
         ("linear", {"feature_map": "hedgehog"}),
         ("gated_linear", {"gate": "gla"}),
-        ("gated_linear", {"gate": "retnet", "feature_map": "hedgehog"}),
         ("performer", {}),
     ],
     ids=str,
@@ -129,8 +126,8 @@ def test_bits_per_byte_is_the_loss_that_transformers_reports():
 
 def test_the_long_model_repeats_numbers_that_a_window_loses():
     path = embedded_model_path("embedded-long")
-    tokenizer = StringTokenizer(path)
-    tokens = tokenizer(read_text(None))
+    tokenizer = string_tokenizer(path)
+    tokens = tokenizer(read_documents(None)[0])
     distance, rows = 1024, 4
     needles = Needles(tokenizer, rows)
     prompts = needles.rows([tokens], distance, torch.Generator().manual_seed(0))

@@ -176,7 +176,7 @@ def test_windows_need_as_much_memory_as_the_swap(folder):
     spec = AttentionSpec("flash", layers={"1-2": entry})
     found = equal_window(folder, spec, 60)
     assert set(found.windows) == {1, 2}
-    assert found.saves_memory
+    assert found.widest
     assert found.spec.for_layer(0).options.get("window") is None
     swap, window = kept(folder, spec, 60), kept(folder, found.spec, 60)
     assert window[0] == swap[0] == 60 * KEY
@@ -190,9 +190,9 @@ def test_windows_need_as_much_memory_as_the_swap(folder):
 def test_a_cache_of_all_keys_is_softmax(folder):
     found = equal_window(folder, AttentionSpec("reformer", chunk_size=4), 60)
     assert set(found.windows.values()) == {None}
-    assert not found.saves_memory
+    assert not found.widest
     short = equal_window(folder, AttentionSpec("longformer", window=64), 32)
-    assert not short.saves_memory
+    assert not short.widest
 
 
 def test_bytes_follow_the_saved_dtype(folder, half):

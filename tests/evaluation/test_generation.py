@@ -1,6 +1,5 @@
 """Greedy generation, against a loop of whole forward passes and against counts made by hand."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,9 +7,11 @@ import torch
 import transformers as hf
 
 from attnzoo.evaluation.generation import (
-    COPY_ANSWER,
     GenerationBatch,
+    Needles,
     continue_greedily,
+    copy_rows,
+    correct_tokens,
     make_generation_batch,
     measure_generation,
     with_reference,
@@ -45,6 +46,9 @@ class Speaker:
     def __init__(self, *answers):
         self.tokens = [token for answer in answers for token in answer.unbind(1)]
 
+    def parameters(self):
+        yield torch.zeros(1)
+
     def __call__(self, tokens, **_):
         logits = torch.nn.functional.one_hot(self.tokens.pop(0), 64).float()
         return SimpleNamespace(logits=logits[:, None])
@@ -61,48 +65,36 @@ def test_continuations_equal_a_loop_of_whole_passes(model):
 
 
 def test_rows_end_with_copies_and_needles(text):
-    batch = make_generation_batch([text], encode, 400)
-    assert (batch.prompts.tokens.shape, batch.new_tokens) == ((16, 336), 64)
-    copy, first = batch.copies.tokens[:, -48:], batch.copies.tokens[:, -48 - 256 : -256]
-    assert torch.equal(copy, first)
-    for row, needle in enumerate(batch.needles.tokens):
-        number = needle[-batch.needle_answer :]
-        at = len(needle) - len(encode(f"\nPASSKEY_{row} = ")) - 7 - 256
-        given = needle[at : at + len(encode(f"\nPASSKEY_{row} = ")) + 7]
-        assert torch.equal(given[-7:], number)
+    draw = torch.Generator().manual_seed(0)
+    for copy in copy_rows([text], 256, draw).tokens:
+        assert torch.equal(copy[-48:], copy[-48 - 256 : -256])
+    needles = Needles(encode, 3)
+    for row, needle in enumerate(needles.rows([text], 256, draw).tokens):
+        number = needle[-needles.answer_tokens :]
+        question = len(encode(f"\nPASSKEY_{row} = ")) + 7
+        at = len(needle) - question - 256
+        assert torch.equal(needle[at : at + question][-7:], number)
 
 
-def test_short_rows_have_prompts_only(text):
-    batch = make_generation_batch([text], encode, 100)
-    assert batch.copies is None
-    assert batch.needles is None
-    assert (batch.prompts.length, batch.new_tokens) == (50, 50)
+def test_prompts_of_short_documents(text):
+    batch = make_generation_batch([text[:100], text[100:150]], 400)
+    assert (batch.prompts.tokens.shape, batch.new_tokens) == ((2, 25), 25)
+    assert make_generation_batch([text[:1]], 400) is None
 
 
 def test_fractions_of_equal_tokens():
     reference = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
-    batch = GenerationBatch(
-        prompts=Rows.of_documents(torch.zeros(2, 3, dtype=torch.long)),
-        copies=Rows.of_documents(torch.ones(2, 60, dtype=torch.long)),
-        needles=Rows.of_documents(torch.ones(2, 60, dtype=torch.long)),
-        needle_answer=2,
-        new_tokens=4,
-        reference=reference,
-    )
-    copied = torch.ones(2, COPY_ANSWER, dtype=torch.long)
-    copied[0, :6] = 0
-    speaker = Speaker(
-        torch.tensor([[1, 2, 9, 4], [5, 6, 7, 8]]), copied, torch.tensor([[1, 0], [1, 1]])
-    )
-    found = measure_generation(speaker, batch)
+    prompts = Rows.of_documents(torch.zeros(2, 3, dtype=torch.long))
+    batch = GenerationBatch(prompts=prompts, new_tokens=4, reference=reference)
+    found = measure_generation(Speaker(torch.tensor([[1, 2, 9, 4], [5, 6, 7, 8]])), batch)
     assert found["agreement"] == pytest.approx(7 / 8)
+    assert found["agreement_rows"] == [0.75, 1.0]
     assert found["equal_tokens"] == pytest.approx((2 + 4) / 2)
-    assert found["copies"] == pytest.approx(1 - 6 / (2 * COPY_ANSWER))
-    assert found["needles"] == 0.5
-    short = measure_generation(Speaker(reference), replace(batch, copies=None, needles=None))
-    assert (short["agreement"], short["copies"], short["needles"]) == (1, None, None)
+    answers = Rows.of_documents(torch.ones(2, 6, dtype=torch.long))
+    right = correct_tokens(Speaker(torch.tensor([[1, 0], [1, 1]])), answers, 2)
+    assert right.tolist() == [[True, False], [True, True]]
 
 
 def test_a_model_agrees_with_itself(model, text):
-    batch = with_reference(make_generation_batch([text], encode, 40), model)
+    batch = with_reference(make_generation_batch([text], 40), model)
     assert measure_generation(model, batch)["equal_tokens"] == 20

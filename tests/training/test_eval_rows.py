@@ -40,7 +40,7 @@ def test_rows_begin_with_documents():
 
 def test_other_rows_are_spread_over_the_text_and_do_not_overlap():
     rows = documents(200, 200, 200)
-    flat = rows.stream.tolist()
+    flat = rows.tokens.flatten().tolist()
     tokens = select_rows(rows, 9).tokens
     firsts = [flat.index(x) for x in tokens[:, 0].tolist()]
     assert {0, 201, 402} <= set(firsts)
@@ -86,4 +86,4 @@ def test_completions_keep_whole_rows():
     batch = rows_to_eval_batch(given, 2)
     assert torch.equal(batch.rows.tokens, rows.tokens[:2])
     assert torch.equal(batch.rows.targets >= 0, rows.positions[:2] > 0)
-    assert batch.repeats == []
+    assert not batch.repeats

@@ -10,7 +10,6 @@ from attnzoo.evaluation.rows import Rows
 from attnzoo.training import evaluator as evaluation
 from attnzoo.training.evaluator import Evaluator, evaluate
 from attnzoo.training.recover import recover
-from attnzoo.training.report import card
 from attnzoo.training.verdict import equal_sentence
 from tests.training.short_runs import arguments
 from tests.training.test_verdict import made
@@ -27,12 +26,12 @@ def rows(length, count):
 def test_lengths_that_cannot_be_evaluated_are_named(saved):
     said = []
     load = lambda length: rows(length, 256 // length)  # noqa: E731
-    options = {"rows": 8, "generates": False, "log": said.append}
+    options = {"rows": 8, "log": said.append}
     found = Evaluator(saved, rows(16, 16), load, target_length=64, **options)
     assert list(found.batches) == [16, 64]
     assert said[:-1] == [
-        "128 tokens are not evaluated: the held-out text has 2 rows of that length, and 4 are the "
-        "least; give more text"
+        "128 tokens of held-out text are not evaluated: it has 2 rows of that length, and 4 are "
+        "the least; give more text"
     ]
     assert list(Evaluator(saved, rows(16, 16), load, **options).batches) == [16]
 
@@ -70,7 +69,7 @@ def test_recovery_has_the_window_of_equal_memory_and_longer_rows(recovered):
     assert (
         "Against the window of equal memory (2 tokens) on rows of 16 tokens" in results["verdict"]
     )
-    text = card(results)
+    text = (out / "README.md").read_text()
     assert "| window of equal memory (2) |" in text
     assert "on rows of 64 tokens" in text
     assert "| result @ 64 |" in text

@@ -1,18 +1,13 @@
 """The model card of a run."""
 
-import json
 import shutil
 import sys
-from types import SimpleNamespace
 
 import pytest
-import transformers as hf
 from huggingface_hub import ModelCard
 
 import attnzoo
 from attnzoo.cli import main
-from attnzoo.hf.saving.card import hub_id
-from attnzoo.training.report import about_run
 
 CARD = "---\nlicense: mit\nlanguage:\n- en\ntags: [other]\n---\n# Base\n"
 
@@ -54,11 +49,9 @@ def test_the_card_of_a_run_loads_its_model(run, command, text, tmp_path, monkeyp
     assert card.data.base_model == "org/base"
     assert (card.data.license, card.data.language) == ("mit", ["en"])
     assert (card.data.library_name, card.data.tags) == ("transformers", ["attnzoo"])
-    about = json.loads((folder / "recovery.json").read_text())["about"]
-    expected = f"in 5 steps (2 of transfer, 3 of distil) on 4 of {about['rows']} rows of 32 tokens"
-    assert expected in card.text
+    assert "in 5 steps (2 of transfer, 3 of distil) on 4 of " in card.text
     assert f"of attnzoo {attnzoo.__version__}" in card.text
-    assert f"tokens from {text.name}. Another {about['held_out_rows']} rows are held" in card.text
+    assert f"rows of 32 tokens from {text.name}. Another " in card.text
     assert "pip install attnzoo" in card.text
     assert str(tmp_path) not in card.content + (folder / "recovery.json").read_text()
     monkeypatch.chdir(tmp_path / "hub")  # where the id is a folder
@@ -67,27 +60,3 @@ def test_the_card_of_a_run_loads_its_model(run, command, text, tmp_path, monkeyp
     names: dict = {}
     exec(code, names)
     assert names["model"].config.attnzoo["backend"] == "gated_linear"
-
-
-def test_what_a_card_says_of_local_files_and_data_sets(saved, text, tmp_path):
-    from pathlib import Path
-
-    data = [text, Path("org/corpus:english")]
-    args = SimpleNamespace(
-        **{"max_length": 8, "train_batch_size": 2, "gradient_accumulation_steps": 3},
-        **{"world_size": 4, "cp_size": 2, "hub_model_id": None},
-    )
-    history = [{"step": 1}, {"step": 5}]
-    run = SimpleNamespace(
-        **{"path": saved, "data": data, "args": args, "rows": [0] * 7, "held_out": [0]},
-        stages={"transfer": history, "softmax": history, "distil": []},
-        folder=SimpleNamespace(out=tmp_path / "x"),
-    )
-    about = about_run(run)
-    assert (about["batch"], about["steps"], about["name"]) == (12, {"transfer": 5}, "x")
-    assert about["data"] == [text.name, "org/corpus:english"]
-    assert about["datasets"] == ["org/corpus"]
-    assert about["base_model"] is None
-    assert about["base_name"] == saved.name
-    assert hub_id(Path("cache/models--a--b--c/snapshots/1")) == "a/b--c"
-    assert hf.__version__

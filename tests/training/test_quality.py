@@ -1,8 +1,11 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 import attnzoo
-from attnzoo.evaluation.quality import Quality, evaluate_rows, with_original_continuations
+from attnzoo.evaluation.generation import with_reference
+from attnzoo.evaluation.quality import Quality, evaluate_rows
 from attnzoo.evaluation.rows import Rows
 from attnzoo.hf.swap.convert import original_attention
 from attnzoo.training.evaluator import as_dicts, rows_to_eval_batch, widest_window
@@ -33,21 +36,20 @@ def test_recovered_fraction_of_the_gap_between_window_and_softmax():
 
 
 def test_generation_is_compared_with_the_original_model(model):
-    encode = lambda text: torch.tensor([byte % 64 for byte in text.encode()])  # noqa: E731
     attnzoo.swap(model, "flash", window=4)
-    batch = with_original_continuations(model, rows_to_eval_batch(rows(), 2, encode))
-    swapped = evaluate_rows(model, batch)
+    batch = rows_to_eval_batch(rows(), 2, generates=True)
     with original_attention(model):
+        batch = replace(batch, generation=with_reference(batch.generation, model))
         original = evaluate_rows(model, batch)
+    swapped = evaluate_rows(model, batch)
     assert original.agreement == 1
     assert swapped.agreement < 0.9
-    assert swapped.copies is not None
     assert evaluate_rows(model, rows_to_eval_batch(rows(), 2)).agreement is None
 
 
 def test_short_rows_have_no_recall(model):
     batch = rows_to_eval_batch(rows(length=100), 2)
-    assert batch.repeats == []
+    assert not batch.repeats
     assert evaluate_rows(model, batch).recall is None
     assert len(rows_to_eval_batch(rows(), 2).repeats) == 2
 

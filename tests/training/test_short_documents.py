@@ -7,7 +7,6 @@ import json
 import math
 import random
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -18,8 +17,13 @@ from attnzoo.cli import main
 from attnzoo.compare.run import CompareConfig, Workers, compare
 from attnzoo.demo import run_demo
 from attnzoo.errors import SpecError
-from attnzoo.evaluation.data import StringTokenizer
-from attnzoo.evaluation.generation import Needles, make_generation_batch, make_recall_batch
+from attnzoo.evaluation.data import string_tokenizer
+from attnzoo.evaluation.generation import (
+    Needles,
+    copy_rows,
+    make_generation_batch,
+    make_recall_batch,
+)
 from attnzoo.evaluation.models import embedded_model_path, max_positions
 from attnzoo.evaluation.quality import evaluate_rows, make_eval_batch, rows_with_repeats
 from attnzoo.evaluation.rows import Rows, pack_documents, predictions, separates_documents
@@ -35,7 +39,6 @@ from attnzoo.training.data import (
 from attnzoo.training.encoder import load_texts
 from attnzoo.training.evaluator import evaluate, rows_to_eval_batch, select_rows
 from attnzoo.training.plan import make_plan
-from attnzoo.training.verdict import verdict
 from tests.training.student_pair import TEACHERS, load, write_pair
 
 LENGTH = 320  # of a row
@@ -79,7 +82,7 @@ def gpt2(tmp_path_factory):
 
 def documents_of_rows(texts, folder, count):
     """The documents of the first rows: tokens one after the other, each with its end, cut."""
-    encode, found, size = StringTokenizer(folder), [], 0
+    encode, found, size = string_tokenizer(folder), [], 0
     for text in texts:
         ids = torch.tensor([*encode(text).tolist(), 1])
         while len(ids) and size < count * LENGTH:
@@ -139,7 +142,7 @@ def held_out(data, gpt2, count):
     """Rows that a run evaluates, and their documents."""
     rows = select_rows(load_rows(gpt2, [data], RowOptions(max_length=LENGTH))[1], count)
     texts = [*split_documents(load_documents([data], RowOptions(), None))[1]["text"]]
-    whole = [[*StringTokenizer(gpt2)(text).tolist(), 1] for text in texts]
+    whole = [[*string_tokenizer(gpt2)(text).tolist(), 1] for text in texts]
     documents = rows.documents()
     for x in documents:  # each is the beginning of a document, or the rest of one that was cut
         assert any(y[: len(x)] == x.tolist() or y[-len(x) :] == x.tolist() for y in whole)
@@ -220,7 +223,7 @@ def test_commands_with_a_text_measure_documents(data, gpt2, attnzoo_command, tmp
         assert result.recall_bits_per_byte is None
     text = ("--data", data, "--output-dir", tmp_path, "--overwrite")
     attnzoo_command("heads", gpt2, *text, "--rows", 3)
-    texts = [StringTokenizer(gpt2)(json.loads(x)["text"]) for x in data.read_text().splitlines()]
+    texts = [string_tokenizer(gpt2)(json.loads(x)["text"]) for x in data.read_text().splitlines()]
     size = sorted(map(len, texts))[(len(texts) - 1) // 2]
     model = hf.AutoModelForCausalLM.from_pretrained(gpt2, attn_implementation="eager")
     with torch.no_grad():
@@ -331,12 +334,13 @@ def test_texts_beyond_the_positions_of_an_encoder_are_refused(family, gpt2, tmp_
 
 def test_probes_are_within_documents(gpt2):
     """Copies, needles and repeats: of the two documents of 300 tokens among short ones."""
-    encode = StringTokenizer(gpt2)
+    encode = string_tokenizer(gpt2)
     documents = [encode(x) for x in sentences(5, [20, 31, 300, 44, 300, 17])]
-    batch = make_generation_batch(documents, encode, 512)
+    batch = make_generation_batch(documents, 512)
     assert batch.prompts.length + batch.new_tokens == 31  # half of the documents are shorter
     whole = ["".join(map(chr, x.tolist())) for x in documents]
-    for rows in (batch.copies, batch.needles):
+    draw = torch.Generator().manual_seed(0)
+    for rows in (copy_rows(documents, 128, draw), Needles(encode).rows(documents, 128, draw)):
         assert rows.length <= 300
         for row in rows.tokens:
             text = "".join(map(chr, row.tolist()))
@@ -352,27 +356,13 @@ def test_probes_are_within_documents(gpt2):
         assert torch.equal(between - between[0], torch.arange(len(between)))
 
 
-class Letters:
-    """A tokenizer without digits."""
-
-    unknown = 2
-
-    def __call__(self, text):
-        return torch.tensor([ord(x) if x.isalpha() else self.unknown for x in text])
-
-
 def test_what_cannot_be_recalled_is_left_out(model):
     """Numbers of unknown tokens, and copies that a model predicts worse than by a uniform guess."""
     documents = [torch.randint(3, 300, (400,), generator=torch.Generator().manual_seed(1))]
-    batch = make_generation_batch(documents, Letters(), 300)
-    assert batch.needles is None
-    assert "unknown token" in batch.notes[0]
-    assert batch.copies is not None
+    letters = lambda text: torch.tensor([ord(x) if x.isalpha() else 2 for x in text])  # noqa: E731
+    assert "unknown token" in Needles(letters).reason
     assert Needles(lambda text: torch.tensor([byte % 64 for byte in text.encode()])).reason == ""
     rows = Rows.of_documents(torch.stack([documents[0][:300]] * 2))
     found = evaluate_rows(model, rows_to_eval_batch(rows, 2))
     assert found.recall is None
     assert f"a uniform guess has {math.log2(384):.2f}" in found.notes[0]
-    line = replace(found, unigram=99.0)
-    sentence = verdict(dict.fromkeys(("softmax", "window alone", "result"), line))
-    assert "Recall is left out: " in sentence

@@ -102,18 +102,17 @@ def test_evaluate_runs_tasks_before_and_after(saved, tokenizer, monkeypatch, cap
     given = [
         saved,
         "--tasks",
-        f"{TASK},attnzoo_niah_single",
+        TASK,
         "--include_path",
         "integrations/lm_eval",
     ]
-    given += ["--metadata", '{"max_seq_lengths": 600}']
     given += ["--original", embedded_model_path(), "--max_length", 600, "--control", 2]
     given += ["--limit", 6, "--batch_size", 6]
     code, printed, errors = evaluate(monkeypatch, capsys, *given, "--json")
     assert code == 0, errors
     scores = json.loads(printed)["tasks"]
     assert list(scores) == ["original", "softmax", "result", "window alone"]
-    assert set(scores["result"]) == {TASK, "attnzoo_niah_single"}
+    assert set(scores["result"]) == {TASK}
     assert scores["original"] == scores["softmax"]
     for name, backend, options in (
         ("softmax", "softmax", {}),
@@ -130,7 +129,7 @@ def test_evaluate_runs_tasks_before_and_after(saved, tokenizer, monkeypatch, cap
     monkeypatch.setattr("subprocess.check_output", lambda command, **_: git.append(command) or b"")
     code, printed, _ = evaluate(monkeypatch, capsys, *given[:-2], "--limit", 1)
     assert (code, git) == (0, [])  # outside of a repository, git would print an error
-    assert "attnzoo_niah_single" in printed
+    assert TASK in printed
     assert "window alone" in printed
 
 
@@ -154,8 +153,8 @@ def test_what_a_task_lacks_is_one_message(saved, monkeypatch, capsys, problem):
         (["--original", embedded_model_path(), "--data", "x"], "original is a line of tasks"),
         (["--tasks", ","], "tasks names no task"),
         pytest.param(  # reads the index of all tasks of lm_eval
-            ["--tasks", "attnzoo_niah_simple"],
-            "Did you mean 'attnzoo_niah_single'?",
+            ["--tasks", "niah_simple_1"],
+            "Did you mean 'niah_single_1'?",
             marks=pytest.mark.exhaustive,
         ),
         (["--tasks", TASK, "--limit", 0], "limit must be above 0, got 0"),
@@ -164,14 +163,6 @@ def test_what_a_task_lacks_is_one_message(saved, monkeypatch, capsys, problem):
             "batch_size must be above 0, or",
         ),
         (["--tasks", TASK, "--metadata", "[1]"], "takes a JSON object, got '[1]'"),
-        (
-            ["--tasks", "attnzoo_niah_single", "--limit", 1],
-            "prompts of 4096 tokens, but the model takes 512",
-        ),
-        (
-            ["--tasks", "attnzoo_niah_single", "--metadata", '{"max_seq_lengths": ["4k"]}'],
-            "max_seq_lengths takes integers above 0, got ['4k']",
-        ),
         (["--tasks", "x", "--include-path", "nowhere"], "there is no folder 'nowhere'"),
     ],
 )

@@ -90,7 +90,7 @@ def test_every_command_and_public_name_works_or_names_its_extra(tmp_path):
         ("recover", *into, *window): train,
         ("finetune", *into, *window): train,
         ("evaluate", swapped, "--data", str(data)): train,
-        ("evaluate", swapped, "--tasks", "attnzoo_ruler"): tasks,
+        ("evaluate", swapped, "--tasks", "ruler"): tasks,
         (
             "heads",
             "embedded",
