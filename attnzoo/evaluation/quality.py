@@ -139,11 +139,11 @@ def evaluate_rows(model: PreTrainedModel, batch: EvalBatch) -> Quality:
     losses = token_losses(model, rows)
     counted = rows.targets != IGNORE_INDEX
     plain = [x[own] for x, own in zip(losses, counted, strict=True)]
-    all_tokens = rows.labels is None and not rows.is_packed
+    predicted = rows.tokens[counted] if rows.is_packed else rows.tokens
     found: dict[str, Any] = {
         "loss": require_finite(float(torch.cat(plain).mean()), "loss on plain text") * to_bits,
         "recall": None,
-        "unigram": unigram_bits_per_byte(rows.tokens if all_tokens else rows.tokens[counted], size),
+        "unigram": unigram_bits_per_byte(predicted, size),
         "loss_rows": contributions(plain, to_bits),
     }
     if batch.repeated is not None:

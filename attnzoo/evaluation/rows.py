@@ -78,19 +78,13 @@ class Rows(Dataset[dict[str, Tensor]]):
         tokens: ``[N, T]``, int32 or int64.
         positions: ``[N, T]`` likewise, from 0 in each document.
         bytes_per_token: Converts bits per token to bits per byte.
-        labels: ``[N, T]``, the tokens to predict, else ``IGNORE_INDEX``; all when ``None``.
-        ends: ``[N]``, tokens before the padding of each row; ``None`` without padding.
-        shortened: Number of examples that were longer than a row.
-        starts: ``[D]``, where documents begin in ``stream``; ``None`` if it is not known, or if
-            rows begin with documents.
+        starts: ``[D]``, where documents begin in the tokens of all rows; ``None`` if it is not
+            known, or if rows begin with documents.
     """
 
     tokens: Tensor
     positions: Tensor
     bytes_per_token: float
-    labels: Tensor | None = None
-    ends: Tensor | None = None
-    shortened: int = 0
     starts: Tensor | None = None
 
     @classmethod
@@ -116,9 +110,8 @@ class Rows(Dataset[dict[str, Tensor]]):
 
     def select(self, index: slice | Sequence[int] | Tensor) -> Self:
         """Return some of the rows."""
-        names = ("tokens", "positions", "labels", "ends")
-        chosen = {n: x[index] for n in names if (x := getattr(self, n)) is not None}
-        return replace(self, **chosen, starts=None)
+        tokens, positions = self.tokens[index], self.positions[index]
+        return replace(self, tokens=tokens, positions=positions, starts=None)
 
     def split(self, count: int) -> Iterator[Self]:
         """Yield the rows, ``count`` at a time."""
@@ -142,18 +135,7 @@ class Rows(Dataset[dict[str, Tensor]]):
         The first token of a document has none, because the token before it belongs to another
         document.
         """
-        labels = self.tokens if self.labels is None else self.labels
-        return labels.long().masked_fill(self.positions == 0, IGNORE_INDEX)
-
-    @property
-    def counted(self) -> Tensor:
-        """The predictions that a divergence counts, ``[N, T]``, true or false.
-
-        All, or, where only some tokens are predicted (``labels``), those of these tokens.
-        """
-        if self.labels is None:
-            return torch.ones_like(self.tokens, dtype=torch.bool)
-        return F.pad(self.targets[:, 1:], (0, 1), value=IGNORE_INDEX) != IGNORE_INDEX
+        return self.tokens.long().masked_fill(self.positions == 0, IGNORE_INDEX)
 
     @property
     def is_packed(self) -> bool:
@@ -161,12 +143,10 @@ class Rows(Dataset[dict[str, Tensor]]):
         return bool((self.positions[:, 1:] == 0).any())
 
     def places(self) -> list[tuple[int, slice]]:
-        """Return the row and the tokens of each document, without padding."""
+        """Return the row and the tokens of each document."""
         found = []
         for row, positions in enumerate(self.positions):
-            end = self.length if self.ends is None else int(self.ends[row])
-            starts = [0, *(1 + (positions[1:] == 0).nonzero()[:, 0]).tolist(), end]
-            edges = [x for x in starts if x < end] + [end]
+            edges = [0, *(1 + (positions[1:] == 0).nonzero()[:, 0]).tolist(), self.length]
             found += [(row, slice(a, b)) for a, b in pairwise(edges)]
         return found
 
@@ -177,8 +157,7 @@ class Rows(Dataset[dict[str, Tensor]]):
     @property
     def fingerprint(self) -> str:
         """Hash of the rows."""
-        labels = () if self.labels is None else (self.labels,)
-        return fingerprint(self.tokens, self.positions, torch.tensor(self.bytes_per_token), *labels)
+        return fingerprint(self.tokens, self.positions, torch.tensor(self.bytes_per_token))
 
 
 def pack_documents(
@@ -259,27 +238,16 @@ def predictions(model: Any, rows: Rows, count: int | None = None) -> Iterator[tu
         if together:
             positions = {"position_ids": part.positions.long()}
             yield part, model(tokens, **positions, use_cache=False).logits
-        elif not part.is_packed and part.ends is None:
+        elif not part.is_packed:
             yield part, model(tokens, use_cache=False).logits
         else:
-            yield part, _alone(model, part)
+            found = [model(x[None], use_cache=False).logits[0] for x in part.documents()]
+            yield part, torch.cat(found).unflatten(0, tokens.shape)
 
 
 def token_losses(model: Any, rows: Rows, count: int | None = None) -> Tensor:
     """Return the losses of :func:`losses_of` of a model's :func:`predictions`, on the CPU."""
     return torch.cat([losses_of(*pair) for pair in predictions(model, rows, count)]).cpu()
-
-
-def _alone(model: Any, rows: Rows) -> Tensor:
-    """Return the logits of rows whose documents run one by one; those of padding are 0."""
-    logits: Tensor | None = None
-    for row, own in rows.places():
-        found = model(rows.tokens[row, own].long()[None], use_cache=False).logits
-        if logits is None:
-            logits = found.new_zeros(*rows.tokens.shape, found.shape[-1])
-        logits[row, own] = found[0]
-    assert logits is not None
-    return logits
 
 
 def separates_documents(model: Any, rows: Rows) -> bool:

@@ -57,12 +57,9 @@ def rows_to_eval_batch(rows: Rows, count: int, *, generates: bool = False) -> Ev
         generates: Whether generation is measured, after the beginnings of documents.
     """
     held_out = select_rows(rows, count)
-    generation = make_generation_batch(held_out.documents(), rows.length) if generates else None
-    batch = EvalBatch(rows=held_out, generation=generation)
-    if rows.labels is not None:
-        return batch
     repeated, repeats = rows_with_repeats(held_out, torch.Generator().manual_seed(0))
-    return replace(batch, repeated=repeated, repeats=repeats)
+    generation = make_generation_batch(held_out.documents(), rows.length) if generates else None
+    return EvalBatch(rows=held_out, repeated=repeated, repeats=repeats, generation=generation)
 
 
 def select_rows(rows: Rows, count: int) -> Rows:
@@ -71,14 +68,12 @@ def select_rows(rows: Rows, count: int) -> Rows:
     They begin with documents as far as there are documents, spread evenly over the text, because a
     model's own training sequences began there: on rows from the middle of documents a model may
     predict worse than its own student, which has seen such rows in distillation. The other rows are
-    spread over the text; rows of whole examples are the first ones.
+    spread over the text.
 
     Args:
         rows: Packed rows of documents.
         count: N; fewer rows if the text has no more.
     """
-    if rows.labels is not None:
-        return rows.select(slice(count))
     length, total = rows.length, rows.tokens.numel()
     starts = [] if rows.starts is None else rows.starts.tolist()
     found: list[int] = []
@@ -146,12 +141,9 @@ class Evaluator:
         self.row_length = held_out.length
         batch = rows_to_eval_batch(held_out, rows or ROWS, generates=True)
         self.batches: dict[int, Any] = {self.row_length: batch}
-        if held_out.labels is not None:
-            log("the loss is that of completions; recall is not measured")
-        else:
-            self._add_long_batches(load_held_out, rows or ROWS)
-            if self.batch.repeated is None:
-                log("recall is not measured: the documents are too short")
+        self._add_long_batches(load_held_out, rows or ROWS)
+        if self.batch.repeated is None:
+            log("recall is not measured: the documents are too short")
         self.lines_of: dict[int, dict[str, Any]] = {length: {} for length in self.batches}
 
     def _add_long_batches(self, load: Callable[[int], Rows], count: int) -> None:

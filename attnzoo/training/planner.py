@@ -93,15 +93,14 @@ class Planner:
             with self.changed(chosen):
                 pairs = zip(self._logits(), self.exact, strict=True)
             kl = torch.cat([token_divergence(found, exact).cpu() for found, exact in pairs])
-            mean = float(kl[self.rows.counted].mean())
+            mean = float(kl.mean())
             require_finite(mean, f"KL of the predictions with {text or 'softmax'}")
             self._measured[key] = kl
         return self._measured[key]
 
     def row_divergences(self, chosen: Chosen) -> list[float]:
         """Return the contribution of each row to :meth:`divergence`, which is their mean."""
-        pairs = zip(self.token_divergences(chosen), self.rows.counted, strict=True)
-        return contributions([kl[own] for kl, own in pairs])
+        return contributions(list(self.token_divergences(chosen)))
 
     def divergence(self, chosen: Chosen) -> float:
         """Return the KL of the predictions with these layers' candidates, in nats."""
@@ -237,8 +236,8 @@ def why_not_judged(kl: Tensor, rows: Rows) -> str:
         kl: KL of each prediction with the candidate in all layers, ``[B, T]``.
         rows: The rows.
     """
-    positions = rows.positions[rows.counted]
-    different, longest = positions[kl[rows.counted] > SAME], max(map(len, rows.documents()))
+    positions = rows.positions.flatten()
+    different, longest = positions[kl.flatten() > SAME], max(map(len, rows.documents()))
     what = f"rows of {longest:,} tokens"
     advice = "rows of {:,} tokens or more (--max-length)"
     if rows.is_packed:

@@ -498,7 +498,7 @@ def held_out_divergence(model: Any, rows: Rows, original: Any = None) -> float:
             with original_attention(model) if original is None else nullcontext():
                 ((_, teacher),) = row_predictions(original or model, row, 1)
             ((_, student),) = row_predictions(model, row, 1)
-            found.append(token_divergence(student, teacher)[row.counted.to(student.device)])
+            found.append(token_divergence(student, teacher).flatten())
     means = contributions(found)
     return math.fsum(means) / len(means)
 

@@ -77,13 +77,3 @@ def test_short_documents_restart_positions(model):
     exact = float(torch.cat(losses).mean()) / torch.log(torch.tensor(2.0)).item()
     assert abs(found.loss - exact) < 1e-4
     assert abs(sum(found.loss_rows) / 3 - found.loss) < 1e-5
-
-
-def test_completions_keep_whole_rows():
-    rows = documents(40, 40)
-    labels = rows.tokens.clone()
-    given = Rows(tokens=rows.tokens, positions=rows.positions, bytes_per_token=1.0, labels=labels)
-    batch = rows_to_eval_batch(given, 2)
-    assert torch.equal(batch.rows.tokens, rows.tokens[:2])
-    assert torch.equal(batch.rows.targets >= 0, rows.positions[:2] > 0)
-    assert not batch.repeats
