@@ -223,8 +223,10 @@ class Recovery:
         kind: Any,
         model: Any,
         name: str,
-        rates: tuple[float, float],
+        rate: float,
         rebuild: Callable[[], Any],
+        *,
+        factor: float = 1.0,
         **options: Any,
     ) -> Any:
         """Run a stage, from its last checkpoint if the run is resumed; return the whole model.
@@ -233,11 +235,12 @@ class Recovery:
             kind: Class of the trainer.
             model: The model.
             name: Name of the stage.
-            rates: Learning rate, and the factor of it and the other rates.
+            rate: Learning rate.
             rebuild: Returns another model of the same architecture.
+            factor: Of this rate and the others.
             options: Of the trainer.
         """
-        args, (rate, factor) = copy.copy(self.args), rates
+        args = copy.copy(self.args)
         args.output_dir = str(self.folder.checkpoints / name)
         args.max_steps = args.transfer_steps if name == "transfer" else args.max_steps
         args.learning_rate = rate * factor
@@ -322,8 +325,8 @@ class Recovery:
         if not layers or not args.transfer_steps:
             self.log(f"transfer is skipped: {'0 steps' if layers else reason}")
             return model
-        rates = args.transfer_rate, 1.0
-        return self.train(TransferTrainer, model, "transfer", rates, self.load_model, layers=layers)
+        rate = args.transfer_rate
+        return self.train(TransferTrainer, model, "transfer", rate, self.load_model, layers=layers)
 
     def distil(self, model: Any) -> Any:
         """Distil softmax into the model; return it with adapters merged."""
@@ -365,8 +368,9 @@ class Recovery:
             self.trainer_class,
             prepared,
             name,
-            (args.learning_rate or (1e-4 if args.train == "full" else 1e-3), factor),
+            args.learning_rate or (1e-4 if args.train == "full" else 1e-3),
             lambda: self.prepare(load()),
+            factor=factor,
             teacher=self.teacher,
             is_encoder=self.task != "CAUSAL_LM",
             log=self.log,

@@ -111,10 +111,10 @@ class StudentRecovery(Recovery):
         if not args.transfer_steps:
             self.log("transfer is skipped: 0 steps")
             return model
-        rates = args.transfer_learning_rate or TRANSFER_RATE, 1.0
+        rate = args.transfer_learning_rate or TRANSFER_RATE
         transfer = StudentTransfer(model, self.teacher)
         return self.train(
-            TransferTrainer, model, "transfer", rates, self.load_model, transfer=transfer
+            TransferTrainer, model, "transfer", rate, self.load_model, transfer=transfer
         )
 
     def output_added(self, model: nn.Module) -> dict[str, nn.Parameter]:

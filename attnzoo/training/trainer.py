@@ -103,6 +103,7 @@ class StageTrainer(Trainer):
     model: Any
     args: Any
     train_dataset: Any
+    context: Any = nullcontext()  # in which a stage trains
     overflows = 0  # steps in a row that loss scaling has skipped
 
     def __init__(
@@ -170,7 +171,10 @@ class StageTrainer(Trainer):
         if num_items_in_batch is not None:
             loss = loss * processes  # whose gradients are averaged
         if processes > 1 and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
-            loss = loss + _zero(p for p in self.model.parameters() if p.requires_grad)
+            # DistributedDataParallel waits for the gradient of every parameter, but a window as
+            # wide as the rows gives the linear branch none
+            trained = [p for p in self.model.parameters() if p.requires_grad]
+            loss = loss + sum((0 * p.float().sum() for p in trained), 0.0)
         return (loss, {}) if return_outputs else loss
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
@@ -224,7 +228,8 @@ class StageTrainer(Trainer):
             checkpoint = last_checkpoint(folder, self.accelerator.num_processes)
         if checkpoint is not None and self.best is not None:
             self.best.load(Path(checkpoint))
-        found = super().train(checkpoint and str(checkpoint), trial, ignore_keys_for_eval)
+        with self.context:
+            found = super().train(checkpoint and str(checkpoint), trial, ignore_keys_for_eval)
         if self.best is not None:
             self.best.restore()
         # removes Accelerate's autocast from forward: models are evaluated in float32
@@ -339,6 +344,7 @@ class TransferTrainer(StageTrainer):
     ) -> None:
         target: Any = args.transfer_target
         self.transfer = Transfer(model, layers, target=target) if transfer is None else transfer
+        self.context = self.transfer
         trained = {id(p) for p in self.transfer.parameters()}
         for p in model.parameters():
             p.requires_grad_(id(p) in trained)
@@ -347,16 +353,6 @@ class TransferTrainer(StageTrainer):
 
     def _rate(self, name: str, *, in_attention: bool) -> float:
         return float(self.args.learning_rate)
-
-    def train(
-        self,
-        resume_from_checkpoint: Any = None,
-        trial: Any = None,
-        ignore_keys_for_eval: Any = None,
-    ) -> Any:
-        """Train inside of the hooks of :class:`~attnzoo.training.transfer.Transfer`."""
-        with self.transfer:
-            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def stage_loss(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         """Return the mean loss of the layers."""
@@ -456,12 +452,3 @@ def context_mesh(accelerator: Any, cp_size: int) -> DeviceMesh | None:
         )
     shape, names = (accelerator.num_processes // cp_size, cp_size), ("dp_replicate", "cp")
     return init_device_mesh(accelerator.device.type, shape, mesh_dim_names=names)
-
-
-def _zero(parameters: Iterable[nn.Parameter]) -> Tensor | float:
-    """Return a zero with a gradient (of zeros) for every parameter.
-
-    torch's DistributedDataParallel waits for the gradient of every parameter, but a window as wide
-    as the rows gives the linear branch none.
-    """
-    return sum((0 * p.float().sum() for p in parameters), 0.0)
