@@ -20,7 +20,7 @@ import torch
 import yaml  # type: ignore[import-untyped]
 from transformers import HfArgumentParser
 
-from attnzoo.commands.options import spec_of
+from attnzoo.commands.options import model_folder, spec_of
 from attnzoo.errors import AttnzooError, ConfigError, did_you_mean
 from attnzoo.optional_packages import OptionalPackage
 from attnzoo.training.arguments import RecoveryArguments
@@ -134,6 +134,7 @@ class Parser(HfArgumentParser):
         )
         self.command = command
         self.options = {action.dest: action for action in self._actions}
+        self.add_argument("model", metavar="MODEL", type=model_folder)
 
     def error(self, message: str) -> NoReturn:
         """Raise an error with one of the two spellings of an option."""
@@ -141,7 +142,7 @@ class Parser(HfArgumentParser):
         raise ConfigError(f"{message[0].upper()}{message[1:]}; see {self.prog} --help")
 
     def parse(self, argv: Sequence[str]) -> tuple[Any, ...]:
-        """Return instances of the dataclasses.
+        """Return instances of the dataclasses, and the model's folder.
 
         Raises:
             ConfigError: An option or a field of the file is unknown or has an invalid value.
@@ -160,7 +161,7 @@ class Parser(HfArgumentParser):
         self.set_defaults(**on_cpu | config)
         self.options["output_dir"].required = "output_dir" not in config
         try:
-            *found, unknown = self.parse_args_into_dataclasses(
+            *found, others, unknown = self.parse_args_into_dataclasses(
                 argv, return_remaining_strings=True, look_for_args_file=False
             )
         except AttnzooError:
@@ -171,10 +172,10 @@ class Parser(HfArgumentParser):
             name = unknown[0].partition("=")[0].replace("_", "-")
             known = [x for a in self._actions for x in a.option_strings if "_" not in x]
             raise ConfigError(
-                f"{self.prog} does not know {name!r}.{did_you_mean(name, known)} It is called as "
-                f"{self.prog} MODEL --option value; see {self.prog} --help"
+                f"{self.prog} does not know {name!r}.{did_you_mean(name, known)} See {self.prog} "
+                "--help"
             )
-        return tuple(found)
+        return *found, others.model
 
     def short_help(self) -> str:
         """Return what ``--help`` prints: our options, and the names of some others."""

@@ -10,11 +10,9 @@ from typing import Any
 
 import typer
 
-from attnzoo.commands.options import (
-    model_folder,
-)
+from attnzoo.commands.options import model_folder
 from attnzoo.commands.terminal import console
-from attnzoo.errors import ConfigError, SpecError
+from attnzoo.errors import SpecError
 
 
 def recover(context: typer.Context) -> None:
@@ -22,7 +20,7 @@ def recover(context: typer.Context) -> None:
     given = _arguments("recover", context.args)
     if given is None:
         return
-    path, swap, args = given
+    swap, args, path = given
     from attnzoo.training.plan import read_plan
     from attnzoo.training.recover import recover as start
 
@@ -48,7 +46,7 @@ def finetune(context: typer.Context) -> None:
     given = _arguments("finetune", context.args)
     if given is None:
         return
-    path, swap, args, model_args = given
+    swap, args, model_args, path = given
     from attnzoo.training.finetune import finetune as start
 
     options = {"compare": swap.compare}
@@ -56,7 +54,7 @@ def finetune(context: typer.Context) -> None:
 
 
 def _arguments(command: str, argv: list[str]) -> tuple[Any, ...] | None:
-    """Return the model's folder and the arguments of a command line; ``None`` after a help text."""
+    """Return the arguments of a command line and the model; ``None`` after a help text."""
     if not argv or {"-h", "--help"} & {*argv}:
         print((files("attnzoo.commands") / "help" / f"{command}.txt").read_text("utf-8"), end="")
         return None
@@ -65,13 +63,7 @@ def _arguments(command: str, argv: list[str]) -> tuple[Any, ...] | None:
     if "--help-all" in argv:
         print(Parser(command).format_help(), end="")
         return None
-    if argv[0].startswith("-"):
-        raise ConfigError(
-            f"The model comes first: attnzoo {command} MODEL {argv[0]} ...; see attnzoo {command} "
-            "--help"
-        )
-    path = model_folder(argv[0])
-    return path, *Parser(command).parse(argv[1:])
+    return Parser(command).parse(argv)
 
 
 def _run(start: Any, args: Any) -> None:
