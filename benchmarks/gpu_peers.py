@@ -17,12 +17,12 @@ from attnzoo.ops.block_sparse.api import block_sparse_attention
 from attnzoo.ops.delta.api import delta_attention
 from attnzoo.ops.flash.api import flash_attention
 from attnzoo.ops.flash.sdpa import sdpa_kernel_name
+from attnzoo.ops.gated.mlstm import mlstm_attention
+from attnzoo.ops.gated.rwkv6 import rwkv6_attention
 from attnzoo.ops.hybrid.api import LinearBranch, hybrid_attention
 from attnzoo.ops.hybrid.state import HybridState
 from attnzoo.ops.linear.api import linear_attention
 from attnzoo.ops.linear.common import MapWeights
-from attnzoo.ops.mlstm.api import mlstm_attention
-from attnzoo.ops.rwkv6.api import rwkv6_attention
 
 Inputs = list[Tensor | None]  # q, k, v and the log decay
 Run = Callable[[], Tensor]

@@ -208,17 +208,45 @@ def freeze_garbage_collector() -> None:
     gc.freeze()
 
 
-def in_form(form: str, chunk: Callable[..., Any], recurrent: Callable[..., Any]) -> Any:
-    """Return an op in a form: ``"chunk"``, ``"recurrent"``, or ``"parallel"``, in one chunk."""
+def in_form(form: str, op: Callable[..., Any]) -> Any:
+    """Return an op in a form: ``"chunk"``, ``"steps"``, or ``"parallel"``, in one chunk."""
 
     def attend(q: Tensor, k: Tensor, *args: Any, chunk_size: Any = None, **options: Any) -> Any:
-        if form == "recurrent":
-            return recurrent(q, k, *args, **options)
+        if form == "steps":
+            return in_steps(op, q, k, *args, **options)
         if form == "parallel":
             chunk_size = max(k.shape[2], 1)
-        return chunk(q, k, *args, chunk_size=chunk_size, **options)
+        return op(q, k, *args, chunk_size=chunk_size, **options)
 
     return attend
+
+
+def in_steps(
+    op: Callable[..., Any], *given: Any, state: Any = None, return_state: Any = None, **options: Any
+) -> Any:
+    """Return the output and the state of an op that gets one token a call; not in packed rows."""
+    tokens = given[1].shape[2]
+    if options.get("sequences") is not None or tokens < 2:
+        return op(*given, state=state, return_state=return_state, **options)
+
+    def at(x: Any, t: int) -> Any:
+        if isinstance(x, Tensor) and x.dim() > 2 and x.shape[2] == tokens:
+            return x[:, :, t : t + 1]
+        return x
+
+    def widen_shared(x: Any) -> Any:  # its gradient sums over calls
+        is_shared = isinstance(x, Tensor) and x.dim() < 3
+        return x.float() if is_shared and x.dtype in (torch.float16, torch.bfloat16) else x
+
+    given = tuple(map(widen_shared, given))
+    options = {name: widen_shared(x) for name, x in options.items()}
+    outs = []
+    for t in range(tokens):
+        here = {name: at(x, t) for name, x in options.items()}
+        found = op(*(at(x, t) for x in given), state=state, return_state=True, **here)
+        state = found.state
+        outs.append(found.out)
+    return found._replace(out=torch.cat(outs, 2))
 
 
 def change_implementation(monkeypatch: Any, op: str, name: str, **changes: Any) -> None:

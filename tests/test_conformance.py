@@ -68,7 +68,7 @@ BUILTIN = [
     ),
     pytest.param(
         "gated_linear",
-        {"gate": "matrix", "feature_map": "softmax", "impl": "reference"},
+        {"gate": "matrix", "feature_map": "softmax", "impl": "torch"},
         marks=pytest.mark.exhaustive,  # its rules are in gated_linear/test_matrix_gate.py too
     ),
 ]

@@ -41,11 +41,11 @@ def checked(monkeypatch, tmp_path):
     monkeypatch.setattr(triton_verdicts, "device_identity", lambda device: {"device": "a GPU"})
     monkeypatch.setattr(triton_verdicts, "run_check", run_check)
     monkeypatch.setattr(kernel_checks, "ON_GPU", (DEVICE.type,))
-    for name in ("linear", "mlstm", "rwkv6"):
-        getattr(attnzoo.ops, f"{name}_attention")  # which registers its implementations
-        for op in (f"{name}_attention", f"{name}_step"):
-            change_implementation(monkeypatch, op, "triton", devices=(DEVICE.type,))
-            change_implementation(monkeypatch, op, "cpp", automatic="")
+    assert attnzoo.ops.linear_attention  # which registers its implementations
+    assert attnzoo.ops.mlstm_attention
+    for op in ("linear_attention", "linear_step", "gated_step"):
+        change_implementation(monkeypatch, op, "triton", devices=(DEVICE.type,))
+        change_implementation(monkeypatch, op, "cpp", automatic="")
     return checks
 
 
@@ -68,13 +68,12 @@ INPUTS = {"input_ids": torch.ones(1, 40, dtype=torch.int64)}
 
 @pytest.mark.parametrize("generate", [False, True])
 def test_a_model_is_checked_for_prompts_and_for_generation(checked, generate):
-    """One decoded token of mLSTM takes other kernels than its prompt."""
     model, messages = attnzoo.swap(llama(), "gated_linear", gate="mlstm").train(), []
     state = torch.get_rng_state()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="impl='auto'")
         checks = check_model_kernels(model, INPUTS, messages.append, generate=generate)
-    assert checked == [("hybrid", "scalar", 64), ("linear", "scalar", 64)][: 1 + generate]
+    assert checked == [("linear", "scalar", 64)]
     assert len(messages) == 2 * len(checks) == 2 * len(checked)
     assert model.training
     assert torch.equal(torch.get_rng_state(), state)

@@ -59,16 +59,8 @@ def learned_linear(q, k, v, query_weights, key_weights, **options):
     return ops.linear_attention(q, k, v, **options)
 
 
-def recurrent_linear(q, k, v, decay, **options):
-    return ops.recurrent_linear_attention(q, k, v, log_decay=gate(decay), **options)
-
-
 def delta(q, k, v, beta, decay, **options):
     return ops.delta_attention(q, k, v, beta, log_decay=gate(decay), **options)
-
-
-def recurrent_delta(q, k, v, beta, decay, **options):
-    return ops.recurrent_delta_attention(q, k, v, beta, log_decay=gate(decay), **options)
 
 
 def hybrid(q, k, v, q_features, k_features, weight, decay, *, causal=True, num_sinks=0, **options):
@@ -84,12 +76,14 @@ def learned_hybrid(q, k, v, weight, query_weights, key_weights, **options):
     return ops.hybrid_attention(q, k, v, branch, window=3, scale=1.0, **options)
 
 
-def mlstm(q, k, v, forget, write, *, op=ops.mlstm_attention, **options):
-    return op(q, k, v, log_forget=gate(forget), log_input=write, **options)
+def mlstm(q, k, v, forget, write, **options):
+    return ops.mlstm_attention(q, k, v, log_forget=gate(forget), log_input=write, **options)
 
 
-def rwkv6(q, k, v, decay, bonus, *, op=ops.rwkv6_attention, **options):
-    return op(q, k, v, log_decay=gate(decay), bonus=bonus, normalize=True, **options)
+def rwkv6(q, k, v, decay, bonus, **options):
+    return ops.rwkv6_attention(
+        q, k, v, log_decay=gate(decay), bonus=bonus, normalize=True, **options
+    )
 
 
 def matrix(q, k, v, decay, weights, bias, **options):
@@ -187,14 +181,8 @@ CASES = {
     "linear, learned map": Case(
         "linear_attention", learned_linear, MAP_WEIGHTS, EACH_WAY, states=False
     ),
-    "linear, recurrent": Case(
-        "recurrent_linear_attention", recurrent_linear, (TOKENS,), states=True
-    ),
     "delta": Case("delta_attention", delta, (TOKENS, TOKENS), states=True),
     "kda": Case("delta_attention", delta, (TOKENS, CHANNELS), states=True),
-    "delta, recurrent": Case(
-        "recurrent_delta_attention", recurrent_delta, (TOKENS, TOKENS), states=True
-    ),
     "hybrid": Case(
         "hybrid_attention",
         hybrid,
@@ -210,20 +198,8 @@ CASES = {
     "hybrid, learned map": Case(
         "hybrid_attention", learned_hybrid, (ONE_LOGIT, *MAP_WEIGHTS), states=True
     ),
-    "mlstm": Case("mlstm_attention", mlstm, (TOKENS, TOKENS), states=True),
-    "mlstm, recurrent": Case(
-        "recurrent_mlstm_attention",
-        lambda *x, **options: mlstm(*x, op=ops.recurrent_mlstm_attention, **options),
-        (TOKENS, TOKENS),
-        states=True,
-    ),
-    "rwkv6": Case("rwkv6_attention", rwkv6, (CHANNELS, (HKV, D)), states=True),
-    "rwkv6, recurrent": Case(
-        "recurrent_rwkv6_attention",
-        lambda *x, **options: rwkv6(*x, op=ops.recurrent_rwkv6_attention, **options),
-        (CHANNELS, (HKV, D)),
-        states=True,
-    ),
+    "mlstm": Case("linear_attention", mlstm, (TOKENS, TOKENS), states=True),
+    "rwkv6": Case("linear_attention", rwkv6, (CHANNELS, (HKV, D)), states=True),
     "matrix": Case(
         "matrix_gated_attention", matrix, (CHANNELS, ("B", HKV, "S", E), (HKV, D, E)), states=True
     ),

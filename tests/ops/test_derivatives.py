@@ -48,11 +48,6 @@ def linear(q, k, v, g, **options):
     return ops.linear_attention(q, k, v, **options).out
 
 
-def recurrent_linear(q, k, v, g, **options):
-    q, k, g = positive(q, k, g)
-    return ops.recurrent_linear_attention(q, k, v, log_decay=-g, normalize=True, **options).out
-
-
 def delta(q, k, v, g, b, **options):
     beta, decay = b.sigmoid(), None if options.pop("plain", False) else -g.abs()
     return ops.delta_attention(
@@ -60,25 +55,10 @@ def delta(q, k, v, g, b, **options):
     ).out
 
 
-def recurrent_delta(q, k, v, g, b, **options):
-    options = {"log_decay": -g.abs(), "normalize_qk": True, **options}
-    return ops.recurrent_delta_attention(q, k, v, b.sigmoid(), **options).out
-
-
 def hybrid(q, k, v, q_features, k_features, **options):
     q_features, k_features = positive(q_features, k_features)
     branch = LinearBranch(q_features, k_features, torch.zeros(1, 1, 1, 1).to(q))
     return ops.hybrid_attention(q, k, v, branch, window=3, scale=0.5, **options).out
-
-
-def recurrent_mlstm(q, k, v, forget, gate, **options):
-    options |= {"log_forget": -forget.abs(), "log_input": gate}
-    return ops.recurrent_mlstm_attention(q, k, v, **options).out
-
-
-def recurrent_rwkv6(q, k, v, decay, bonus, **options):
-    options |= {"log_decay": -decay.abs(), "bonus": bonus}
-    return ops.recurrent_rwkv6_attention(q, k, v, **options).out
 
 
 def mlstm(q, k, v, forget, gate, **options):
@@ -167,10 +147,6 @@ TABLE = [
         },
         ALL,
     ),
-    ("recurrent_linear_attention", recurrent_linear, (HEADS,), {"": {}}, BOTH),
-    ("recurrent_delta_attention", recurrent_delta, (HEADS, HEADS), {"": {}}, ALL),
-    ("recurrent_mlstm_attention", recurrent_mlstm, (HEADS, HEADS), {"": {}}, BOTH),
-    ("recurrent_rwkv6_attention", recurrent_rwkv6, (TOKENS, (1, SIZE)), {"": {}}, BOTH),
     (
         "delta_attention",
         delta,
@@ -198,7 +174,7 @@ TABLE = [
     ),
     ("mlstm_attention", mlstm, (HEADS, HEADS), {"": {}}, ALL),
     ("rwkv6_attention", rwkv6, (TOKENS, (1, SIZE)), {"": {}}, ALL),
-    ("matrix_gated_attention", matrix_gated, ((*TOKENS, SIZE),), {"": {}}, BOTH),
+    ("matrix_gated_attention", matrix_gated, ((*TOKENS, SIZE),), {"": {}}, ("torch",)),
     (
         "linformer_attention",
         with_mask(ops.linformer_attention),

@@ -25,11 +25,6 @@ BIASES = {"query bias": (H, D), "key bias": (HKV, D)}
 
 
 @by_sequence
-def recurrent(q, k, v, **options):
-    return ops.recurrent_linear_attention(q, k, v, normalize=True, log_decay=DECAY, **options)
-
-
-@by_sequence
 def linear(q, k, v, **options):
     return ops.linear_attention(q, k, v, normalize=True, **options)
 
@@ -72,12 +67,6 @@ def rwkv6(q, k, v, gate, bonus, **options):
 
 
 @by_sequence
-def recurrent_rwkv6(q, k, v, gate, bonus, **options):
-    options = {"log_decay": -gate, "bonus": bonus, "normalize": True, **options}
-    return ops.recurrent_rwkv6_attention(q, k, v, **options)
-
-
-@by_sequence
 def matrix_gated(q, k, v, gate, *weights, **options):
     if weights:
         options |= {"value_weights": weights[0], "normalize": True}
@@ -97,7 +86,6 @@ CASES = {
     "linear": (linear, {}, EITHER, CPP),
     "linear, elu+1": (partial(linear, feature_map="elu+1"), {}, EITHER, CPP),
     "linear, decay": (partial(linear, log_decay=DECAY), {}, CAUSAL, CPP),
-    "linear, recurrent": (recurrent, {}, CAUSAL, TORCH),
     "learned_linear": (partial(learned, "learned_linear"), WEIGHTS, EITHER, CPP),
     "hedgehog": (partial(learned, "hedgehog"), WEIGHTS, EITHER, CPP),
     "t2r": (partial(learned, "t2r"), {**WEIGHTS, **BIASES}, EITHER, CPP),
@@ -125,13 +113,13 @@ CASES = {
     "mlstm": (mlstm, {"gate": TOKENS, "log_input": TOKENS}, CAUSAL, CPP),
     "rwkv6": (rwkv6, {"gate": CHANNELS, "bonus": (HKV, D)}, CAUSAL, CPP),
     "rwkv6, normalised": (
-        recurrent_rwkv6,
+        partial(rwkv6, normalize=True),
         {"gate": CHANNELS, "bonus": (HKV, D)},
         CAUSAL,
-        TORCH,
+        CPP,
     ),
-    "matrix gate": (matrix_gated, {"gate": MATRICES}, CAUSAL, TORCH),
-    "matrix gate, weights": (matrix_gated, {"gate": MATRICES, "values": KEYS}, CAUSAL, TORCH),
+    "matrix gate": (matrix_gated, {"gate": MATRICES}, CAUSAL, ("torch",)),
+    "matrix gate, weights": (matrix_gated, {"gate": MATRICES, "values": KEYS}, CAUSAL, ("torch",)),
     "favor": (favor, {}, FULL, ("torch",)),
     "lsh": (partial(ops.lsh_attention, window=4, **LSH), {}, EITHER, CPP),
     "shared_qk": (partial(ops.shared_qk_attention, **LSH), {}, FULL, TORCH),

@@ -115,7 +115,7 @@ def of_matrix_gate(q, k, v, gates, *, reuse_state=False, **options):
 def impls(op, calls):
     """Return the implementations that a kind of calls of an op has."""
     if op == "matrix":
-        return ["torch", "reference"]
+        return ["torch"]
     if op in ("mlstm", "rwkv6") and calls is bad_sequences:
         return ["auto", "torch"]
     return ["cpp", "torch"] + ["reference"] * (calls is bad_sequences)

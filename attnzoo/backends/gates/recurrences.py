@@ -25,10 +25,9 @@ from attnzoo.backends.gates.projections import (
 from attnzoo.contract.config import BackendConfig, Geometry
 from attnzoo.contract.states import AttentionOutput
 from attnzoo.ops.features.functional import softplus_of_heads, widen
-from attnzoo.ops.matrix_gate.api import matrix_gated_attention
-from attnzoo.ops.matrix_gate.torch import TakeTokens
-from attnzoo.ops.mlstm.api import mlstm_attention
-from attnzoo.ops.rwkv6.api import rwkv6_attention
+from attnzoo.ops.gated.matrix_gate import TakeTokens, matrix_gated_attention
+from attnzoo.ops.gated.mlstm import mlstm_attention
+from attnzoo.ops.gated.rwkv6 import rwkv6_attention
 
 LogDecay = Callable[[TakeTokens], Tensor]  # of the tokens that it takes
 
@@ -47,7 +46,7 @@ class Recurrence(GateModule):
     needs_hidden_states = True
     op: ClassVar[Callable[..., AttentionOutput]]
     has_weights: ClassVar[bool] = True
-    ops: ClassVar[tuple[str, ...]]
+    ops: ClassVar[tuple[str, ...]] = ("linear_attention",)
     fixed_options: ClassVar[Mapping[str, str]] = {}
     other_options: ClassVar[tuple[str, ...]] = ()
 
@@ -93,7 +92,6 @@ class RWKV6(Recurrence):
 
     no_weight_decay = ("log_bonus",)
     op = staticmethod(rwkv6_attention)
-    ops = ("rwkv6_attention", "rwkv6_step")
 
     def __init__(self, config: BackendConfig, geometry: Geometry, features: int) -> None:
         super().__init__(config, geometry, features)
@@ -132,7 +130,6 @@ class MLSTM(Recurrence):
     """
 
     op = staticmethod(mlstm_attention)
-    ops = ("mlstm_attention", "mlstm_step")
     fixed_options: ClassVar = {
         "normalize": "has a normaliser of its own, max(|q n|, 1)",
         "eps": "divides by max(|q n|, 1) and needs none",

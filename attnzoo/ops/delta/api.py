@@ -6,13 +6,9 @@ towards the new value by :math:`\beta_t`, and then the query reads it. With keys
 of 1 replaces the value. Without a decay this is DeltaNet, with a decay per token Gated DeltaNet,
 and with a decay per key channel Kimi Delta Attention (KDA).
 
-| op | time | memory beyond the results | used for |
-|---|---|---|---|
-| :func:`delta_attention` | O(T C D + T D E) | some states and chunks | training, prefill |
-| :func:`recurrent_delta_attention` | O(T D E), T steps | the state | token by token |
-
-Both compute one token by the step that decoding takes, which is an op of its own in the registry of
-implementations, ``delta_step``.
+T tokens take O(T C D + T D E) time, and some states and chunks of memory beyond the results. One
+token takes the step of decoding, an op of its own in the registry of implementations,
+``delta_step``: O(D E).
 
 Sources: Schlag et al., 2021, arXiv:2102.11174 (the rule in attention); Yang et al., 2024,
 arXiv:2406.06484 (the chunk form), arXiv:2412.06464 (decay per token); Kimi Team, 2025,
@@ -20,9 +16,6 @@ arXiv:2510.26692 (decay per channel).
 """
 
 from __future__ import annotations
-
-from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -57,9 +50,9 @@ from attnzoo.contract.validation import (
 )
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.delta.common import DeltaInputs, normalized, on_rows
-from attnzoo.ops.delta.cpu.delta import cpp_reasons, run_cpp, run_recurrent_cpp, run_step_cpp
+from attnzoo.ops.delta.cpu.delta import cpp_reasons, run_cpp, run_step_cpp
 from attnzoo.ops.delta.reference import run_reference
-from attnzoo.ops.delta.torch import run_chunks, run_steps, step
+from attnzoo.ops.delta.torch import run_chunks, step
 from attnzoo.ops.delta.triton.run import (
     run_step_triton,
     run_triton,
@@ -137,72 +130,6 @@ def delta_attention(
         >>> attnzoo.ops.delta_attention(q, k, v, beta, normalize_qk=True).out.shape
         torch.Size([1, 4, 1000, 8])
     """
-    x = _inputs(
-        *(q, k, v, beta, sequences, log_decay, scale, normalize_qk, state, chunk_size, shard),
-        *(return_state, reuse_state, slots),
-    )
-    return _attend("delta_attention", x, impl)
-
-
-def recurrent_delta_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    *,
-    sequences: Sequences | None = None,
-    log_decay: Tensor | None = None,
-    scale: float | None = None,
-    normalize_qk: bool = False,
-    impl: str = "auto",
-    state: DeltaState | None = None,
-    return_state: bool = False,
-    shard: SequenceShard | None = None,
-    reuse_state: bool = False,
-    slots: Tensor | None = None,
-) -> AttentionOutput:
-    """Compute :func:`delta_attention` token by token; arguments and results as there.
-
-    ``"cpp"`` and ``"torch"`` have a backward pass.
-
-    Raises:
-        ValueError: Shapes, dtypes or options are not supported; the message says which are.
-
-    Example:
-        >>> q, k, v = torch.randn(3, 1, 4, 10, 8)
-        >>> options = {"beta": torch.rand(1, 4, 10), "normalize_qk": True}
-        >>> steps = attnzoo.ops.recurrent_delta_attention(q, k, v, **options).out
-        >>> torch.allclose(steps, attnzoo.ops.delta_attention(q, k, v, **options).out, atol=1e-5)
-        True
-    """
-    x = _inputs(
-        *(q, k, v, beta, sequences, log_decay, scale, normalize_qk, state, None, shard),
-        *(return_state, reuse_state, slots),
-    )
-    return _attend("recurrent_delta_attention", x, impl)
-
-
-def _inputs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    sequences: Sequences | None,
-    log_decay: Tensor | None,
-    scale: float | None,
-    normalize_qk: bool,
-    state: DeltaState | None,
-    chunk_size: int | None,
-    shard: SequenceShard | None,
-    return_state: bool,
-    reuse_state: bool,
-    slots: Tensor | None,
-) -> DeltaInputs:
-    """Return the checked inputs of a call, with the state of earlier ranks if there are any.
-
-    Raises:
-        UnsupportedError: They do not fit each other.
-    """
     if chunk_size is not None:
         check_size("chunk_size", chunk_size)
     _check_inputs(q, k, v, beta, log_decay, state, sequences, slots)
@@ -212,16 +139,25 @@ def _inputs(
     if state is not None and state.kv.dtype != (dtype := state_dtype(q, k, v)):
         state, reuse_state = DeltaState(state.kv.to(dtype)), False
     x = DeltaInputs(
-        *(q, k, v, beta, log_decay, state, 1.0 if scale is None else float(scale), chunk_size),
-        *(normalize_qk, sequences, return_state),
+        q=q,
+        k=k,
+        v=v,
+        beta=beta,
+        log_decay=log_decay,
+        state=state,
+        scale=1.0 if scale is None else float(scale),
+        chunk_size=chunk_size,
+        normalize=normalize_qk,
+        sequences=sequences,
+        return_state=return_state,
         reuse_state=reuse_state and not torch.is_grad_enabled(),
         slots=slots,
     )
-    if shard is None:
-        return x
-    with autocast_disabled(q.device):
-        x = normalized(x)
-        return x._replace(state=_state_from_earlier_ranks(x, shard))
+    if shard is not None:
+        with autocast_disabled(q.device):
+            x = normalized(x)
+            x = x._replace(state=_state_from_earlier_ranks(x, shard))
+    return _attend(x, impl)
 
 
 def _check_inputs(
@@ -283,14 +219,14 @@ def _state_from_earlier_ranks(x: DeltaInputs, shard: SequenceShard) -> DeltaStat
     return shard.states(DeltaState(reset_new_sequences(total, shard)), x.sequences)
 
 
-def _attend(op: str, x: DeltaInputs, impl: str) -> AttentionOutput:
+def _attend(x: DeltaInputs, impl: str) -> AttentionOutput:
     """Run the step if the call is one token that a step supports, else the op."""
     found = None
     if x.q.shape[2] == 1 and x.sequences is None:
         step = x if x.state is not None else x._replace(state=x.first_state())
         found = select_if_supported("delta_step", step, impl)
         x = step if found or x.slots is not None else x
-    chosen, choice = found or select(op, x, impl)
+    chosen, choice = found or select("delta_attention", x, impl)
     if _has_no_token(x):
         parameters = (x.beta,) if x.log_decay is None else (x.beta, x.log_decay)
         out = empty_output(x.q, x.k, x.v, *parameters)
@@ -334,10 +270,9 @@ register_implementation(
         form="chunk form",
     ),
     Implementation(op="delta_attention", name="reference", run=on_rows(run_reference)),
-    Implementation(op="recurrent_delta_attention", name="reference", run=on_rows(run_reference)),
 )
 
-STEPS = (
+register_implementation(
     Implementation(
         op="delta_step",
         **CPP,
@@ -360,16 +295,3 @@ STEPS = (
         form="one token",
     ),
 )
-for _step in STEPS:
-    _tokens = replace(
-        _step,
-        op="recurrent_delta_attention",
-        # The C++ kernel computes all tokens in one call
-        run=(
-            run_recurrent_cpp
-            if _step.name == "cpp"
-            else on_rows(partial(run_steps, step=_step.run))
-        ),
-        form="token by token",
-    )
-    register_implementation(_step, _tokens)

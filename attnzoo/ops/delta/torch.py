@@ -1,4 +1,4 @@
-r"""The delta rule in torch: in chunks, and token by token.
+r"""The delta rule in torch: in chunks, and one token.
 
 The chunk form has one triangular system inside a chunk, and one state between chunks. With the
 state decayed from the chunk's start, :math:`A_t = e^{b_t}`, the recurrence unrolls to
@@ -16,7 +16,6 @@ arXiv:2510.26692 (decay per channel). Letters as there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -89,16 +88,6 @@ def _step_on_rows(x: DeltaInputs) -> Result:
     update = beta * (v - k @ kv)
     kv = kv.addcmul_(k.mT, update) if x.reuse_state else torch.addcmul(kv, k.mT, update)
     return (q @ kv).view(batch, heads, 1, v.shape[3]).to(x.v.dtype), DeltaState(kv)
-
-
-def run_steps(x: DeltaInputs, step: Callable[[DeltaInputs], Result]) -> Result:
-    """Compute all tokens of rows, one step after another, with the implementation of one token."""
-    x = normalized(x)
-    outs, state = [x.v.new_empty(*x.q.shape[:2], 0, x.v.shape[3])], x.state
-    for t in range(x.k.shape[2]):
-        out, state = step(x.tokens(t, t + 1)._replace(state=state))
-        outs.append(out)
-    return torch.cat(outs, 2), state
 
 
 def _column(x: DeltaInputs) -> torch.Tensor:

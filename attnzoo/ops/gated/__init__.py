@@ -1,1 +1,1 @@
-"""What mLSTM, RWKV-6 and the full-matrix gate share: inputs, steps, and sums."""
+"""Gates that are more than a decay: mLSTM, RWKV-6 and the full-matrix gate."""

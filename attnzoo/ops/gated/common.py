@@ -1,17 +1,29 @@
-"""What mLSTM and RWKV-6 share: their inputs, and the step of one token in C++ and Triton."""
+"""What gates with an op of their own share: checks, and one token of mLSTM and of RWKV-6.
+
+That token is the step of decoding, an op of its own in the registry of implementations,
+``gated_step``: O(D E).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnzoo.contract.context_parallel import LOG_ZERO, SequenceShard
-from attnzoo.contract.implementation import select, select_if_supported
+from attnzoo.contract.context_parallel import SequenceShard
+from attnzoo.contract.implementation import (
+    CPP,
+    TORCH,
+    TRITON,
+    Implementation,
+    register_implementation,
+    select_if_supported,
+)
 from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import (
+    AttentionOutput,
     ImplChoice,
     LinearState,
     MatrixState,
@@ -19,142 +31,31 @@ from attnzoo.contract.states import (
     check_slots,
     run_at_slots,
 )
-from attnzoo.contract.validation import (
-    check_qkv,
-    check_sequences,
-    check_shard,
-    empty_output,
-    is_empty_call,
-)
+from attnzoo.contract.validation import check_qkv, check_sequences, check_shard
 from attnzoo.errors import UnsupportedError
-from attnzoo.ops.features.functional import widen
-from attnzoo.ops.linear.common import LinearInputs, StepGate, state_dtype
+from attnzoo.ops.linear.common import LinearInputs, StepGate
 from attnzoo.ops.linear.cpu.linear_step import kernel_reasons, run_step_cpp
 from attnzoo.ops.linear.triton.run import triton_reasons
 from attnzoo.ops.linear.triton.verdicts import kernel_verdict
 from attnzoo.ops.linear.validation import check_state
+from attnzoo.runtime.autocast import autocast_disabled
 from attnzoo.runtime.memory import with_contiguous_states
 
-# The output, the next state, and the next m of mLSTM
-GatedResult = tuple[Tensor, LinearState | None, Tensor | None]
+LOWEST_STABILIZER = -87.0  # exp(87) is finite in float32
 
-
-class Places(NamedTuple):
-    """The places of sequences among the tokens of a call."""
-
-    first: Tensor  # [1, T] bool: tokens that begin a sequence, or follow one
-    inside: Tensor | None  # [1, T] bool: tokens of a sequence; None: all
-    sequence: Tensor | None  # [T]: the sequence of each; None: each row is one
-    ends: Tensor | None  # [S]: the last token of each sequence, -1 if it is empty
-
-    def at_first(self, x: Tensor) -> Tensor:
-        """Return numbers of each sequence ``[S, X]`` at its tokens, ``[1, X, T]``."""
-        if self.sequence is None:
-            return x.unsqueeze(2)
-        return x[self.sequence.clamp(max=x.shape[0] - 1)].T.unsqueeze(0)
-
-    def last(self, x: Tensor, before: Tensor | None = None) -> Tensor:
-        """Return ``[B, H, T, ...]`` at the last token of each sequence, ``[S, H, ...]``.
-
-        Empty sequences have ``before``, or zeros.
-        """
-        ends = self.ends
-        if not x.shape[2]:
-            count = x.shape[0] if ends is None else ends.shape[0]
-            zeros = x.new_zeros(count, x.shape[1], *x.shape[3:])
-            return zeros if before is None else before.to(x.dtype)
-        if ends is None:
-            return x[:, :, -1]
-        found = x[0, :, ends.clamp(min=0)].transpose(0, 1)
-        is_empty = (ends < 0).view(-1, *(1,) * (found.dim() - 1))
-        return torch.where(is_empty, 0 if before is None else before.to(x.dtype), found)
-
-
-class GatedInputs(NamedTuple):
-    """Inputs of mLSTM or RWKV-6, checked.
-
-    With ``sequences``, B is 1 for tokens and S, the number of sequences, for states.
-    """
-
-    q: Tensor  # features, [B, H, T, D]
-    k: Tensor  # [B, Hkv, T, D]
-    v: Tensor  # [B, Hkv, T, E]
-    log_decay: Tensor  # mLSTM, [B, Hkv, T]; RWKV-6, [B, Hkv, T, D]
-    state: LinearState | None  # sums over the earlier tokens; None: zeros
-    gate: StepGate  # log_input of mLSTM is that of all tokens, [B, Hkv, T]
-    normalize: bool = False  # whether RWKV-6 divides by the sum of weights
-    eps: float = 0.0  # added to that sum
-    sequences: Sequences | None = None
-    return_state: bool = True
-    chunk_size: int | None = None
-    reuse_state: bool = False  # whether the next state, m included, may overwrite the given one
-    slots: Tensor | None = None  # of one token: [B], row of each in the state, -1 for no token
-
-    @property
-    def is_mlstm(self) -> bool:
-        """Whether the recurrence is mLSTM, or else RWKV-6."""
-        return self.gate.log_input is not None
-
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """Return the tensors of the call but for the values."""
-        return (self.q, self.k, self.log_decay, *(self.state or ()), *self.gate)
-
-    def pools(self) -> list[Tensor]:
-        """Return the tensors of the state, with m if there is one."""
-        assert self.state is not None
-        return [x for x in (*self.state, self.gate.m) if x is not None]
-
-    def with_state(self) -> GatedInputs:
-        """Return the inputs with zeros if there is no state."""
-        if self.state is not None:
-            return self
-        batch = self.k.shape[0] if self.sequences is None else self.sequences.count
-        shape = batch, self.k.shape[1], self.k.shape[3], self.v.shape[3]
-        kv = self.k.new_zeros(shape, dtype=state_dtype(self.q, self.k, self.v))
-        m = kv.new_zeros(shape[:2]) if self.is_mlstm else None
-        state = LinearState(kv, kv.new_zeros(shape[:3]))
-        return self._replace(state=state, gate=self.gate._replace(m=m))
-
-    def places(self) -> Places:
-        """Return the places of sequences among the tokens."""
-        tokens, sequences = self.k.shape[2], self.sequences
-        if sequences is None:
-            return Places(torch.arange(tokens, device=self.k.device)[None] == 0, None, None, None)
-        index = sequences.index(tokens)
-        ends = torch.where(sequences.lengths > 0, sequences.ends - 1, -1)
-        inside = sequences.inside(tokens)
-        inside = None if inside is None else inside[None]
-        return Places(sequences.is_first(tokens)[None], inside, index, ends)
-
-    def rows(self) -> GatedInputs:
-        """Return one row a sequence, with zeros after its end, where no weight is added."""
-        if self.sequences is None:
-            return self
-        q, k, v = (self.sequences.to_rows(x) for x in (self.q, self.k, self.v))
-        if not self.is_mlstm:
-            decay = self.sequences.to_rows(self.log_decay)
-            return self._replace(q=q, k=k, v=v, log_decay=decay, sequences=None)
-        log_input = self.gate.log_input
-        assert log_input is not None
-        gates = torch.stack([self.log_decay, log_input, torch.ones_like(log_input)], 3)
-        decay, log_input, real = self.sequences.to_rows(gates).unbind(3)
-        log_input = log_input.masked_fill(real == 0, LOG_ZERO)
-        gate = self.gate._replace(log_input=log_input)
-        return self._replace(q=q, k=k, v=v, log_decay=decay, gate=gate, sequences=None)
-
-
-AnyState = LinearState | StabilizedState | MatrixState
+State = LinearState | StabilizedState | MatrixState
+StepResult = tuple[Tensor, list[Tensor]]  # the output, and the next state with m of mLSTM
 
 
 def check_gated(
     op: str,
-    kind: type[AnyState],
+    kind: type[State],
     q: Tensor,
     k: Tensor,
     v: Tensor,
     sequences: Sequences | None,
     slots: Tensor | None,
-    state: AnyState | None,
+    state: State | None,
     shard: SequenceShard | None,
 ) -> None:
     """Raise ``UnsupportedError`` if a causal op does not support the inputs."""
@@ -170,129 +71,201 @@ def check_gated(
         )
 
 
-def run_gated(
-    op: str, step: str, x: GatedInputs, impl: str
-) -> tuple[Tensor, LinearState | None, Tensor | None, ImplChoice]:
-    """Run the step if the call is one token that a step supports, else the op."""
-    if x.q.shape[2] == 1 and x.q.shape[0] and x.sequences is None:
-        token = x.with_state()
-        if found := select_if_supported(step, token, impl):
-            return *found[0].run(token), found[1]
-        x = token if x.slots is not None else x
-    chosen, choice = select(op, x, impl)
-    if is_empty_call(x.q, x.k):
-        out, before = empty_output(x.q, x.k, x.v, x.log_decay, *x.gate[:2]), x.with_state()
-        return out, before.state, before.gate.m, choice
-    return *on_slots(chosen.run)(x), choice
+def last_tokens(x: Tensor, sequences: Sequences | None) -> Tensor:
+    """Return ``[B, H, T, X]`` at the last token of each sequence, ``[S, H, X]``; 0 if empty."""
+    if sequences is None:
+        return x[:, :, -1]
+    found = x[0][:, sequences.ends.clamp(min=1) - 1].transpose(0, 1)
+    return found.masked_fill((sequences.lengths == 0)[:, None, None], 0)
 
 
-def gated_cpp_reasons(x: GatedInputs) -> list[str]:
-    """Return why :func:`run_gated_step_cpp` does not compute a call."""
-    return _state_reasons(x) or kernel_reasons(x.v, *x.tensors())
+def attend_at_slots(
+    attend: Callable[[Any], AttentionOutput], pool: Any, slots: Tensor
+) -> AttentionOutput:
+    """Return the output of one token of each sequence, with the next pool of states.
+
+    Args:
+        attend: Returns the output and the next states of rows from their states.
+        pool: The states, a named tuple.
+        slots: Row of each in the pool; -1 for a sequence without a token.
+    """
+    if not slots.shape[0]:
+        return attend(type(pool)(*(x[:0] for x in pool)))._replace(state=pool)
+    outputs = []
+
+    def run(rows: list[Tensor]) -> tuple[Tensor, Any]:
+        outputs.append(attend(type(pool)(*rows)))
+        return outputs[0].out, outputs[0].state
+
+    out, state = run_at_slots(run, pool, slots, in_place=False)
+    return outputs[0]._replace(out=out, state=type(pool)(*state))
 
 
-def gated_triton_reasons(x: GatedInputs) -> list[str]:
-    """Return why :func:`run_gated_step_triton` does not compute a call."""
-    reasons = _state_reasons(x) + triton_reasons(x.q, x.k, x.v)
-    tensors = (x.v, *x.tensors())
+# -- one token of mLSTM or RWKV-6 ------------------------------------------------------------------
+
+
+class GatedStep(NamedTuple):
+    """One token of mLSTM or RWKV-6, checked; all tensors of the state have the dtype of the sums.
+
+    ``log_input`` of the gate is that of the token, ``[B, Hkv, 1]``.
+    """
+
+    x: LinearInputs
+    gate: StepGate
+
+    @property
+    def q(self) -> Tensor:
+        """The query."""
+        return self.x.q
+
+    def state(self) -> list[Tensor]:
+        """Return the tensors of the state, with m of mLSTM."""
+        assert self.x.state is not None
+        return [*self.x.state, *([] if self.gate.m is None else [self.gate.m])]
+
+
+def run_gated_step(
+    x: LinearInputs, gate: StepGate, impl: str
+) -> tuple[Tensor, list[Tensor], ImplChoice] | None:
+    """Return the output of one token, the next state with m, and the step; ``None`` if none can.
+
+    Args:
+        x: The call; its state may be ``None``, or of another dtype than the sums, as that of m.
+        gate: That of the token, with m of the state.
+        impl: As in ``linear_attention``.
+    """
+    if x.q.shape[2] != 1 or not x.q.shape[0] or x.sequences is not None:
+        return None
+    dtype = x.state_dtype
+    if x.state is None:
+        state = x.first_state()
+        x = x._replace(state=state)
+        if gate.log_input is not None:
+            gate = gate._replace(m=state.k.new_zeros(state.k.shape[:2]))
+    elif not all(y is None or y.dtype == dtype for y in (*x.state, gate.m)):
+        state = LinearState(*(y.to(dtype) for y in x.state))
+        x = x._replace(state=state, reuse_state=False)
+        gate = gate._replace(m=None if gate.m is None else gate.m.to(dtype))
+    step = GatedStep(x, gate)
+    found = select_if_supported("gated_step", step, impl)
+    if found is None:
+        return None
+    return *found[0].run(step), found[1]
+
+
+def run_step_torch(step: GatedStep) -> StepResult:
+    """Compute one token: a few operations of fixed shapes, which a CUDA graph can capture."""
+    x, gate = step
+
+    def run(rows: list[Tensor]) -> StepResult:
+        kv, z, *m = rows
+        here = x._replace(state=LinearState(kv, z), reuse_state=False)
+        return _run_on_rows(GatedStep(here, gate._replace(m=m[0] if m else None)))
+
+    with autocast_disabled(x.q.device):
+        if x.slots is None:
+            return _run_on_rows(step)
+        return run_at_slots(run, step.state(), x.slots, in_place=x.reuse_state)
+
+
+def _run_on_rows(step: GatedStep) -> StepResult:
+    x, (bonus, log_input, m) = step
+    assert x.log_decay is not None
+    kv, z, *_ = step.state()
+    dtype, log_decay, total = kv.dtype, x.log_decay, None
+    q = x.q.to(dtype).unflatten(1, (x.k.shape[1], -1)).squeeze(3)  # [B, Hkv, G, D]
+    k, v = x.k.to(dtype), x.v.to(dtype)
+    if log_input is not None and m is not None:
+        before = m.to(log_decay.dtype).unsqueeze(2)
+        with torch.no_grad():
+            m = torch.maximum(log_decay.double() + before, log_input.double())
+            m = m.to(log_decay.dtype)
+        log_decay = (log_decay + (before - m)).unsqueeze(3)  # above 0 by rounding, which cancels
+        k = k * (log_input - m).exp().to(dtype).unsqueeze(3)
+    decay = log_decay.to(dtype).exp()  # [B, Hkv, 1, 1 or D]
+    if bonus is not None:  # the query reads the state before the token enters it
+        weight = q @ (bonus.to(dtype).unsqueeze(1) * k).mT
+        out = q @ kv + weight * v
+        total = q @ z.unsqueeze(3) + weight + x.eps if x.normalize else None
+        if log_decay.requires_grad:  # on which the output does not depend
+            out = out + log_decay[:0].sum().to(dtype)
+    if x.reuse_state:
+        kv.mul_(decay.mT).addcmul_(k.mT, v), z.mul_(decay.squeeze(2)).add_(k.squeeze(2))
+    else:
+        kv, z = torch.addcmul(kv * decay.mT, k.mT, v), z * decay.squeeze(2) + k.squeeze(2)
+    if m is not None:
+        lowest = (-m.clamp(min=LOWEST_STABILIZER)).exp().to(dtype).unsqueeze(3)
+        out, total = q @ kv, torch.maximum((q @ z.unsqueeze(3)).abs(), lowest)
+    out = out if total is None else out / total
+    out = out.flatten(1, 2).unsqueeze(2).to(x.v.dtype)
+    return out, [kv, z] if m is None else [kv, z, m.squeeze(2)]
+
+
+def _for_kernel(step: GatedStep, is_ready: Callable[[Tensor], bool]) -> GatedStep:
+    """Return the inputs of a kernel, which overwrites m, and the state if it can be reused."""
+    x, (bonus, log_input, m) = step
+    states = step.state()
+    if x.reuse_state and not all(map(is_ready, states)):
+        x = x._replace(reuse_state=False)
+    dtype = states[0].dtype
+    bonus = None if bonus is None else bonus.to(dtype).contiguous()
+    if log_input is not None:
+        log_input = log_input[:, :, 0].to(dtype).contiguous()
+    if m is not None and not x.reuse_state:
+        m = m.clone(memory_format=torch.contiguous_format)
+    return GatedStep(x, StepGate(bonus, log_input, m))
+
+
+def _run_cpp(step: GatedStep) -> StepResult:
+    x, gate = _for_kernel(step, lambda y: with_contiguous_states(y) is y)
+    out, last = run_step_cpp(x, gate)
+    assert last is not None
+    return out, [*last] if gate.m is None else [*last, gate.m]
+
+
+def run_step_triton(step: GatedStep) -> StepResult:
+    """Compute one token by the kernel of linear attention."""
+    from attnzoo.ops.linear.triton.step import linear_triton_step_
+
+    x, gate = _for_kernel(step, Tensor.is_contiguous)
+    assert x.state is not None
+    kv, z = x.state
+    if x.slots is not None:
+        check_slots(x.slots, len(kv))
+    if not x.reuse_state:
+        kv, z = (y.clone(memory_format=torch.contiguous_format) for y in x.state)
+    options = ("identity", 1.0, 1.0, x.normalize, x.eps)
+    out = linear_triton_step_(x.q, x.k, x.v, x.log_decay, kv, z, x.slots, *options, *gate)
+    return out, [kv, z] if gate.m is None else [kv, z, gate.m]
+
+
+def _cpp_reasons(step: GatedStep) -> list[str]:
+    x, gate = step
+    return kernel_reasons(x.v, x.q, x.k, x.log_decay, *(x.state or ()), *gate)
+
+
+def _triton_reasons(step: GatedStep) -> list[str]:
+    x, gate = step
+    reasons = triton_reasons(x.q, x.k, x.v)
+    tensors = (x.v, x.q, x.k, x.log_decay, *(x.state or ()), *gate)
     if torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in tensors):
         reasons.append("the kernel of one token has no derivative")
     return reasons
 
 
-def gated_triton_verdict(x: GatedInputs) -> tuple[str, str]:
-    """Return ``kernel_verdict`` of the kernels of linear attention for a call."""
-    return kernel_verdict("linear", x.log_decay, x.k, x.v)
+def _triton_verdict(step: GatedStep) -> tuple[str, str]:
+    return kernel_verdict("linear", step.x.log_decay, step.x.k, step.x.v)
 
 
-def _state_reasons(x: GatedInputs) -> list[str]:
-    """Return whether the state has another dtype than the sums."""
-    dtype = state_dtype(x.q, x.k, x.v)
-    state = (*(x.state or ()), x.gate.m)
-    if all(y is None or y.dtype == dtype for y in state):
-        return []
-    assert x.state is not None
-    return [f"the state is {x.state.kv.dtype} (the sums are {dtype})"]
-
-
-def run_gated_step_cpp(x: GatedInputs) -> GatedResult:
-    """Run the C++ kernel."""
-    y, gate = _step_of(x)
-    out, last = run_step_cpp(y, gate)
-    return out, last, gate.m
-
-
-def run_gated_step_triton(x: GatedInputs) -> GatedResult:
-    """Run the Triton kernel."""
-    from attnzoo.ops.linear.triton.step import linear_triton_step_
-
-    if x.slots is not None:
-        check_slots(x.slots, x.pools()[0].shape[0])
-    if x.slots is not None and not all(y.is_contiguous() for y in x.pools()):
-        return on_slots(run_gated_step_triton)(x)
-    y, gate = _step_of(x)
-    assert y.state is not None
-    kv, z = y.state
-    if not y.reuse_state:
-        kv, z = (t.clone(memory_format=torch.contiguous_format) for t in y.state)
-    options = ("identity", 1.0, 1.0, y.normalize, y.eps)
-    out = linear_triton_step_(y.q, y.k, y.v, y.log_decay, kv, z, y.slots, *options, *gate)
-    return out, y.state if y.reuse_state else LinearState(kv, z), gate.m
-
-
-def _step_of(x: GatedInputs) -> tuple[LinearInputs, StepGate]:
-    """Return the inputs of the kernels, and gates of one token, of which they overwrite ``m``."""
-    assert x.state is not None
-    dtype, (bonus, log_input, m) = x.state.kv.dtype, x.gate
-    reuse = x.reuse_state and not torch.is_grad_enabled()
-    reuse = reuse and all(y is None or with_contiguous_states(y) is y for y in (*x.state, m))
-    if bonus is not None:
-        bonus = bonus.to(dtype).contiguous()
-    if log_input is not None:
-        log_input = log_input[:, :, 0].to(dtype).contiguous()
-    if m is not None and not reuse:
-        m = m.clone(memory_format=torch.contiguous_format)
-    y = LinearInputs(
-        *(x.q, x.k, x.v, x.log_decay, x.state, True, x.normalize, 1.0, x.eps, None),
-        *("identity", 1.0),
-        reuse_state=reuse,
-        slots=x.slots,
-    )
-    return y, StepGate(bonus, log_input, m)
-
-
-def run_gated_steps(x: GatedInputs, step: Callable[[GatedInputs], GatedResult]) -> GatedResult:
-    """Compute all tokens, one step after another, with the implementation of one token."""
-    row, x = x, x.rows().with_state()
-    outs, state, m = [], x.state, x.gate.m
-    bonus = None if x.gate.bonus is None else widen(x.gate.bonus)  # its gradient sums all tokens
-    for t in range(x.k.shape[2]):
-        now = slice(t, t + 1)
-        log_input = None if x.gate.log_input is None else x.gate.log_input[:, :, now]
-        q, k, v, log_decay = (y[:, :, now] for y in (x.q, x.k, x.v, x.log_decay))
-        gate = StepGate(bonus, log_input, m)
-        out, state, m = step(x._replace(q=q, k=k, v=v, log_decay=log_decay, state=state, gate=gate))
-        outs.append(out)
-    out = torch.cat(outs, 2)
-    return out if row.sequences is None else row.sequences.to_row(out, row.q.shape[2]), state, m
-
-
-def on_slots(step: Callable[[GatedInputs], GatedResult]) -> Callable[[GatedInputs], GatedResult]:
-    """Return a step of rows as one that reads and writes states at slots."""
-
-    def run(x: GatedInputs) -> GatedResult:
-        if x.slots is None:
-            return step(x)
-        pools = x.pools()
-
-        def run_rows(state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-            kv, z, *m = state
-            gate = x.gate._replace(m=m[0] if m else None)
-            out, last, last_m = step(x._replace(state=LinearState(kv, z), gate=gate, slots=None))
-            return out, [y for y in (*(last or ()), last_m) if y is not None]
-
-        in_place = x.reuse_state and not torch.is_grad_enabled()
-        out, (kv, z, *m) = run_at_slots(run_rows, pools, x.slots, in_place=in_place)
-        return out, LinearState(kv, z), m[0] if m else None
-
-    return run
+register_implementation(
+    Implementation(
+        op="gated_step",
+        **TRITON,
+        run=run_step_triton,
+        reasons=_triton_reasons,
+        form="one token",
+        verdict=_triton_verdict,
+    ),
+    Implementation(op="gated_step", **CPP, run=_run_cpp, reasons=_cpp_reasons, form="one token"),
+    Implementation(op="gated_step", **TORCH, run=run_step_torch, form="one token"),
+)

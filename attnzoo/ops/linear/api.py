@@ -6,22 +6,15 @@ Token t updates the state before its query reads it. Queries and keys are featur
 mask, the sums run over all keys:
 :math:`o_t = q_t \sum_j k_j v_j^T / (q_t \sum_j k_j + \epsilon)`.
 
-| op | time | memory beyond the results | used for |
-|---|---|---|---|
-| :func:`linear_attention` | O(T C D + T D E) | some states and chunks | training, prefill |
-| :func:`recurrent_linear_attention` | O(T D E), T steps | the state | token by token |
-
-Both compute one causal token by the step that decoding takes, which is an op of its own in the
-registry of implementations, ``linear_step``.
+T tokens take O(T C D + T D E) time, and some states and chunks of memory beyond the results. One
+causal token takes the step of decoding, an op of its own in the registry of implementations,
+``linear_step``: O(D E).
 
 Sources: Katharopoulos et al., 2020, arXiv:2006.16236 (the sums); Sun et al., 2023, arXiv:2307.08621
 (decay per head, the chunk form); Yang et al., 2024, arXiv:2312.06635 (decay per key channel).
 """
 
 from __future__ import annotations
-
-from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -53,8 +46,8 @@ from attnzoo.ops.linear.common import (
 from attnzoo.ops.linear.context_parallel import state_from_earlier_ranks
 from attnzoo.ops.linear.cpu.linear import cpp_reasons, fuses_map, run_cpp
 from attnzoo.ops.linear.cpu.linear_step import run_step_cpp, step_reasons
-from attnzoo.ops.linear.reference import run_recurrent_reference, run_reference
-from attnzoo.ops.linear.step import run_steps, step
+from attnzoo.ops.linear.reference import run_reference
+from attnzoo.ops.linear.step import step
 from attnzoo.ops.linear.torch import run_torch
 from attnzoo.ops.linear.triton.run import run_step_triton, run_triton, triton_reasons
 from attnzoo.ops.linear.triton.verdicts import kernel_verdict
@@ -150,95 +143,6 @@ def linear_attention(
         >>> torch.allclose(after.out, whole.out[:, :, 999:], atol=1e-5)
         True
     """
-    x = _inputs(
-        *(
-            q,
-            k,
-            v,
-            causal,
-            sequences,
-            query_sequences,
-            log_decay,
-            normalize,
-            scale,
-            state,
-            chunk_size,
-            eps,
-        ),
-        *(feature_map, feature_scale, map_weights, shard, return_state, reuse_state, slots),
-    )
-    return _attend("linear_attention", x, impl)
-
-
-def recurrent_linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    sequences: Sequences | None = None,
-    log_decay: Tensor | None = None,
-    normalize: bool = False,
-    scale: float | None = None,
-    impl: str = "auto",
-    state: LinearState | None = None,
-    return_state: bool = False,
-    eps: float = 1e-6,
-    feature_map: str = "identity",
-    feature_scale: float = 1.0,
-    map_weights: MapWeights | None = None,
-    shard: SequenceShard | None = None,
-    reuse_state: bool = False,
-    slots: Tensor | None = None,
-) -> AttentionOutput:
-    """Compute :func:`linear_attention` token by token: one step of decoding after another.
-
-    It is causal. Arguments and results are those of :func:`linear_attention`; ``"cpp"`` and
-    ``"triton"`` run the kernel of one token, and ``"cpp"`` has no backward pass.
-
-    Raises:
-        ValueError: Shapes, dtypes or options are not supported; the message says which are.
-
-    Example:
-        >>> q, k = torch.rand(2, 1, 4, 20, 16)
-        >>> v = torch.randn(1, 4, 20, 8)
-        >>> steps = attnzoo.ops.recurrent_linear_attention(q, k, v, normalize=True).out
-        >>> chunks = attnzoo.ops.linear_attention(q, k, v, normalize=True).out
-        >>> torch.allclose(steps, chunks, atol=1e-5)
-        True
-    """
-    x = _inputs(
-        *(q, k, v, True, sequences, None, log_decay, normalize, scale, state, None, eps),
-        *(feature_map, feature_scale, map_weights, shard, return_state, reuse_state, slots),
-    )
-    return _attend("recurrent_linear_attention", x, impl)
-
-
-def _inputs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    sequences: Sequences | None,
-    query_sequences: Sequences | None,
-    log_decay: Tensor | None,
-    normalize: bool,
-    scale: float | None,
-    state: LinearState | None,
-    chunk_size: int | None,
-    eps: float,
-    feature_map: str,
-    feature_scale: float,
-    map_weights: MapWeights | None,
-    shard: SequenceShard | None,
-    return_state: bool,
-    reuse_state: bool,
-    slots: Tensor | None,
-) -> LinearInputs:
-    """Return the checked inputs of a call, with the state of earlier ranks if there are any.
-
-    Raises:
-        UnsupportedError: They do not fit each other.
-    """
     if chunk_size is not None:
         check_size("chunk_size", chunk_size)
     check_qkv(q, k, v)
@@ -256,19 +160,25 @@ def _inputs(
     if shard is not None:
         check_shard(shard, state)
     x = LinearInputs(
-        *(q, k, v, log_decay, state, causal, normalize, 1.0 if scale is None else float(scale)),
-        *(eps, chunk_size, feature_map, feature_scale, map_weights, sequences),
+        *(q, k, v, log_decay, state, causal, normalize),
+        scale=1.0 if scale is None else float(scale),
+        eps=eps,
+        chunk_size=chunk_size,
+        feature_map=feature_map,
+        feature_scale=feature_scale,
+        map_weights=map_weights,
+        sequences=sequences,
         query_sequences=query_sequences,
         return_state=return_state,
         reuse_state=reuse_state and not torch.is_grad_enabled(),
         slots=slots,
     )
-    if shard is None:
-        return x
-    with autocast_disabled(q.device):
-        x = map_inputs(x)
-        state = state_from_earlier_ranks(x.k, v, log_decay, shard, sequences, causal=causal)
-        return x._replace(state=state)
+    if shard is not None:
+        with autocast_disabled(q.device):
+            x = map_inputs(x)
+            state = state_from_earlier_ranks(x.k, v, log_decay, shard, sequences, causal=causal)
+            x = x._replace(state=state)
+    return _attend(x, impl)
 
 
 def _check_tokens(
@@ -301,14 +211,14 @@ def _check_tokens(
     return batch
 
 
-def _attend(op: str, x: LinearInputs, impl: str) -> AttentionOutput:
+def _attend(x: LinearInputs, impl: str) -> AttentionOutput:
     """Run the step if the call is one token that a step supports, else the op."""
     found = None
     if x.q.shape[2] == 1 and x.causal and x.sequences is None:
         step = x if x.state is not None else x._replace(state=x.first_state())
         found = select_if_supported("linear_step", step, impl)
         x = step if found or x.slots is not None else x
-    chosen, choice = found or select(op, x, impl)
+    chosen, choice = found or select("linear_attention", x, impl)
     if x.q.shape[0] == 0 or (x.causal and x.q.shape[2] == 0):
         out = x.empty_output()
         last: LinearState | None = x.first_state()
@@ -376,15 +286,9 @@ register_implementation(
     Implementation(
         op="linear_attention", name="reference", run=on_rows(run_reference), form="chunk form"
     ),
-    Implementation(
-        op="recurrent_linear_attention",
-        name="reference",
-        form="token by token",
-        run=on_rows(run_recurrent_reference),
-    ),
 )
 
-STEPS = (
+register_implementation(
     Implementation(
         op="linear_step",
         **TRITON,
@@ -407,11 +311,3 @@ STEPS = (
         form="one token",
     ),
 )
-for _step in STEPS:
-    _tokens = replace(
-        _step,
-        op="recurrent_linear_attention",
-        run=on_rows(partial(run_steps, step=_step.run)),
-        form="token by token",
-    )
-    register_implementation(_step, _tokens)

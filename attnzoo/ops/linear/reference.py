@@ -1,8 +1,8 @@
 r"""The oracle of linear attention: plain tensor operations, differentiated by autograd.
 
 It shares no code with the implementations that tests compare with it. The dense form is quadratic
-in T (with a decay per key channel, O(T^2 D) in memory too); the recurrent form takes T steps of O(D
-E). Other letters: F decays per token (1 or D).
+in T (with a decay per key channel, O(T^2 D) in memory too). Other letters: F decays per token (1 or
+D).
 """
 
 from __future__ import annotations
@@ -23,11 +23,6 @@ def run_reference(x: LinearInputs) -> Result:
     """Compute the parallel form: of all keys, or of one causal chunk after another."""
     x = x._replace(state=x.first_state())
     return _in_pieces(x, x.chunk_size or 64, _dense) if x.causal else _dense(x)
-
-
-def run_recurrent_reference(x: LinearInputs) -> Result:
-    """Compute one token after another."""
-    return _in_pieces(x._replace(state=x.first_state()), 1, _one_token)
 
 
 # Factors from decay: from key to query, [B, Hkv, T, S, F]; from the incoming state to each query,
@@ -89,21 +84,6 @@ def _in_pieces(x: LinearInputs, size: int, run: Callable[[LinearInputs], Result]
         out, state = run(x.tokens(start, start + size)._replace(state=state))
         outs.append(out)
     return torch.cat(outs, 2), state
-
-
-def _one_token(x: LinearInputs) -> Result:
-    """Compute :math:`S = e^g S + k v^T`, :math:`z = e^g z + k`, :math:`o = q S / (q z + eps)`."""
-    assert x.state is not None
-    dtype = x.state.kv.dtype
-    q = rearrange(x.q.to(dtype), "b (h g) 1 d -> b h g d", h=x.k.shape[1]) * x.scale
-    k, v = x.k.to(dtype), x.v.to(dtype)  # [B, Hkv, 1, D], [B, Hkv, 1, E]
-    decay = _log_decay(x).to(dtype).exp()  # [B, Hkv, 1, F]
-    kv = torch.addcmul(x.state.kv * decay.mT, k.mT, v)
-    z = x.state.k * decay.squeeze(2) + k.squeeze(2)
-    out = q @ kv
-    if x.normalize:
-        out = out / (q @ z.unsqueeze(-1) + x.eps)
-    return rearrange(out, "b h g e -> b (h g) 1 e").to(x.v.dtype), LinearState(kv, z)
 
 
 def _log_decay(x: LinearInputs) -> Tensor:

@@ -1,11 +1,9 @@
-"""Linear attention token by token in torch: the step that decoding takes.
+"""One token of linear attention in torch: the step that decoding takes.
 
 O(D E) per token. Letters as in :mod:`attnzoo.ops.linear.common`.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 
@@ -16,11 +14,13 @@ from attnzoo.ops.linear.common import (
     log_decay_per_token,
     map_inputs,
 )
+from attnzoo.runtime.autocast import autocast_disabled
 
 
 def step(x: LinearInputs) -> Result:
     """Compute one token: a few operations of fixed shapes, which a CUDA graph can capture."""
-    return run_on_slots(x, _step_on_rows)
+    with autocast_disabled(x.q.device):
+        return run_on_slots(x, _step_on_rows)
 
 
 def _step_on_rows(x: LinearInputs) -> Result:
@@ -47,13 +47,3 @@ def _step_on_rows(x: LinearInputs) -> Result:
     if x.normalize:
         out = out / (q @ z.unsqueeze(-1) + x.eps)
     return out.view(batch, heads, 1, v.shape[3]).to(x.v.dtype), LinearState(kv, z)
-
-
-def run_steps(x: LinearInputs, step: Callable[[LinearInputs], Result]) -> Result:
-    """Compute all tokens of rows, one step after another, with the implementation of one token."""
-    outs = [x.v.new_empty(*x.q.shape[:2], 0, x.v.shape[3])]
-    state: LinearState | None = x.first_state()
-    for t in range(x.k.shape[2]):
-        out, state = step(x.tokens(t, t + 1)._replace(state=state))
-        outs.append(out)
-    return torch.cat(outs, 2), state

@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from attnzoo.contract.states import DeltaState
 from attnzoo.errors import UnsupportedError
-from attnzoo.ops.delta.api import delta_attention, recurrent_delta_attention
+from attnzoo.ops.delta.api import delta_attention
 from attnzoo.ops.delta.cpu.delta import DELTA, SPAN, delta_cpp, delta_cpp_backward
 from attnzoo.runtime import cpp
 from tests.helpers import check_operator, nan_surrounded
@@ -270,7 +270,6 @@ def test_operators_pass_opcheck():
 def test_auto_selects_cpp_for_supported_calls():
     q, k, v, beta, _, _ = make((1, 2, 1, 20, 16, 16))
     assert delta_attention(q, k, v, beta).impl.impl == "cpp"
-    assert recurrent_delta_attention(q, k, v, beta).impl.impl == "cpp"
     choice = delta_attention(q, k, v, beta, chunk_size=32).impl
     assert choice.impl == "torch"
     assert "chunk_size is 32 (at most 16)" in choice.reason
@@ -279,19 +278,6 @@ def test_auto_selects_cpp_for_supported_calls():
 def test_unsupported_calls_are_refused_with_the_reason():
     with pytest.raises(UnsupportedError, match="chunk_size is 32"):
         run(*make((1, 2, 1, 20, 16, 16)), chunk_size=32)
-
-
-@pytest.mark.parametrize("decay", DECAYS)
-def test_the_recurrent_op_equals_the_reference(decay):
-    q, k, v, beta, log_decay, kv = make((1, 2, 1, 20, 16, 16), decay)
-    options = {
-        "log_decay": log_decay,
-        "state": None if kv is None else DeltaState(kv),
-        "return_state": True,
-    }
-    found = recurrent_delta_attention(q, k, v, beta, impl="cpp", **options)
-    exact = delta_attention(q, k, v, beta, impl="reference", **options)
-    assert_close((found.out, *found.state), (exact.out, *exact.state), atol=1e-12, rtol=1e-12)
 
 
 def test_second_derivatives_are_refused():

@@ -10,12 +10,12 @@ import torch
 
 from attnzoo.contract.states import DeltaState
 from attnzoo.errors import UnsupportedError
-from attnzoo.ops.delta.api import delta_attention, recurrent_delta_attention
+from attnzoo.ops.delta.api import delta_attention
 from tests.helpers import assert_within, gradients, in_form, nan_padded
 from tests.ops.delta.ragged import each_alone, make_sequences, nan_outside, outside, row_length
 
 DECAYS = ("none", "head", "token", "channel")
-FORMS = ("parallel", "recurrent", "chunk")
+FORMS = ("parallel", "steps", "chunk")
 FORMS_AND_IMPLS = [*product(FORMS, ("torch",)), ("chunk", "reference")]
 B, HKV, D, E = 2, 2, 5, 3  # odd sizes, and keys and values of different size
 
@@ -58,7 +58,7 @@ def make_state(dtype=torch.float64, grad=False, b=B):
 
 def run(q, k, v, beta, log_decay, form="chunk", **options):
     """Return output and state as one flat tuple."""
-    attend = in_form(form, delta_attention, recurrent_delta_attention)
+    attend = in_form(form, delta_attention)
     options = {"log_decay": log_decay, "return_state": True} | options
     out, state, *_ = attend(q, k, v, beta, **options)
     return out, *state
@@ -249,7 +249,7 @@ def test_a_step_overwrites_the_state_only_if_it_may(impl):
 @pytest.mark.parametrize("decay", DECAYS)
 def test_low_precision_stays_within_budget(decay, dtype):
     eps = torch.finfo(dtype).eps
-    for groups, form in ((1, "recurrent"), (1, "chunk"), (3, "chunk")):
+    for groups, form in ((1, "steps"), (1, "chunk"), (3, "chunk")):
         inputs = make(40, decay, groups, dtype, grad=True, d=16, e=16)
         wide = [x if x is None else x.detach().double().requires_grad_() for x in inputs]
         exact = formula(*wide)
@@ -341,7 +341,7 @@ def test_prefill_and_decode_equal_one_pass(form, impl, decay, cut):
         part = slice(start, stop)
         gates = log_decay[:, :, part] if decay in ("token", "channel") else log_decay
         parts = [x[:, :, part] for x in inputs]
-        form_now = "recurrent" if start >= cut else form
+        form_now = "steps" if start >= cut else form
         options = {"form": form_now, "impl": impl, "chunk_size": 8}
         out, *state = run(*parts, gates, state=state and DeltaState(*state), **options)
         outs.append(out)
@@ -352,7 +352,7 @@ def test_a_beta_of_one_replaces_the_value_of_a_key():
     k = torch.eye(4, dtype=torch.float64)[[0, 1, 0, 1, 0, 2]][None, None]
     v, beta = torch.randn(1, 1, 6, 3, dtype=torch.float64), torch.ones(1, 1, 6).double()
     for form in FORMS:
-        attend = in_form(form, delta_attention, recurrent_delta_attention)
+        attend = in_form(form, delta_attention)
         _, state, *_ = attend(k, k, v, beta, return_state=True)
         expected = torch.cat([v[0, 0, [4, 3, 5]], torch.zeros(1, 3, dtype=v.dtype)])
         torch.testing.assert_close(state.kv[0, 0], expected)

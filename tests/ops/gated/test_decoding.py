@@ -8,10 +8,10 @@ from torch.testing import assert_close
 
 import attnzoo
 from attnzoo.contract.states import LinearState, StabilizedState
-from attnzoo.ops.gated import common as gated_step
+from attnzoo.ops.gated import common
+from attnzoo.ops.gated.mlstm import mlstm_attention
+from attnzoo.ops.gated.rwkv6 import rwkv6_attention
 from attnzoo.ops.linear.cpu.linear_step import LINEAR_STEP
-from attnzoo.ops.mlstm.api import mlstm_attention
-from attnzoo.ops.rwkv6.api import rwkv6_attention
 from attnzoo.runtime import cpp
 from tests.helpers import change_implementation
 from tests.kernel_device import kernel_device
@@ -104,25 +104,31 @@ def test_slots_without_a_token_keep_their_state(impl, attend):
 
 
 @pytest.mark.parametrize("attend", [mlstm, rwkv6])
-def test_gradients_and_states_of_another_dtype_do_not_use_the_step(attend):
-    x, state = make(torch.float32, device="cpu"), state_of(attend, torch.float64, "cpu")
+def test_gradients_do_not_use_the_kernel(attend):
+    x, state = make(torch.float32, device="cpu"), state_of(attend, torch.float32, "cpu")
     x["q"].requires_grad_()
     out = attend(x, state=state)
     assert "one token; compiled" not in out.impl.reason
     out.out.sum().backward()
     assert x["q"].grad.abs().sum() > 0
-    with torch.no_grad():
-        assert "one token; compiled" not in attend(x, state=state).impl.reason
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attend", [mlstm, rwkv6])
+def test_a_state_of_another_dtype_gets_that_of_the_sums(attend):
+    x, state = make(torch.float32, device="cpu"), state_of(attend, torch.float64, "cpu")
+    narrow = type(state)(*(y.float() for y in state))
+    found, right = (attend(x, state=y, return_state=True) for y in (state, narrow))
+    assert_close((found.out, *found.state), (right.out, *right.state), atol=0, rtol=0)
 
 
 @torch.no_grad()
 def test_auto_selects_triton_on_a_gpu_that_passed_the_check(monkeypatch):
     x, state = make(torch.float32), state_of(mlstm, torch.float32)
     verdict = ["", "checked on NVIDIA Test"]
-    for step in ("mlstm_step", "rwkv6_step"):
-        change_implementation(monkeypatch, step, "triton", devices=(DEVICE.type,))
-        change_implementation(monkeypatch, step, "cpp", automatic="")
-    monkeypatch.setattr(gated_step, "kernel_verdict", lambda *_: tuple(verdict))
+    change_implementation(monkeypatch, "gated_step", "triton", devices=(DEVICE.type,))
+    change_implementation(monkeypatch, "gated_step", "cpp", automatic="")
+    monkeypatch.setattr(common, "kernel_verdict", lambda *_: tuple(verdict))
     choice = mlstm(x, state=state).impl
     assert (choice.impl, choice.reason) == (
         "triton", "one token; compiled for this GPU; checked on NVIDIA Test",

@@ -6,13 +6,13 @@ import torch
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import StabilizedState
 from attnzoo.errors import UnsupportedError
-from attnzoo.ops.mlstm.api import mlstm_attention, recurrent_mlstm_attention, stabilizer
+from attnzoo.ops.gated.mlstm import mlstm_attention, stabilizer
 from tests.helpers import by_sequence, in_form
 
 B, HKV, G, D, E = 2, 2, 2, 5, 3
 FORMS_AND_IMPLS = [
-    ("chunk", "torch"), ("chunk", "reference"), ("recurrent", "torch"), ("parallel", "torch"),
-    ("recurrent", "reference"), ("recurrent", "auto"), ("chunk", "auto"),
+    ("chunk", "torch"), ("chunk", "reference"), ("steps", "torch"), ("parallel", "torch"),
+    ("steps", "reference"), ("steps", "auto"), ("chunk", "auto"),
 ]  # fmt: skip
 
 
@@ -42,7 +42,7 @@ def packed(ids):
 
 
 def run(q, k, v, log_forget, log_input, form="chunk", **options):
-    attend = in_form(form, mlstm_attention, recurrent_mlstm_attention)
+    attend = in_form(form, mlstm_attention)
     return by_sequence(attend)(q, k, v, log_forget=log_forget, log_input=log_input, **options)
 
 
@@ -125,7 +125,7 @@ def test_stabilizer_equals_its_recurrence():
     for t in range(37):
         m = torch.maximum(log_forget[:, :, t] + m, log_input[:, :, t])
         expected.append(m)
-    ours = stabilizer(log_forget, log_input, torch.arange(37) == 0, None)
+    ours = stabilizer(log_forget, log_input, torch.arange(37) == 0, torch.zeros(()))
     torch.testing.assert_close(ours, torch.stack(expected, 2))
 
 
@@ -155,7 +155,7 @@ def test_equals_transformers():
 
 def test_the_output_names_its_implementation():
     assert run(*make(9), impl="torch").impl == ("torch", "chunk form; named in the options")
-    assert run(*make(9), form="recurrent").impl.impl in ("cpp", "torch")
+    assert run(*make(9), form="steps").impl.impl in ("cpp", "torch")
     assert run(*make(9)).impl.impl in ("cpp", "torch")
 
 
@@ -164,7 +164,7 @@ def test_the_output_names_its_implementation():
     [
         (
             {"impl": "flex"},
-            "mlstm_attention has no impl 'flex'.*auto, triton, cpp, torch",
+            "linear_attention has no impl 'flex'.*auto, triton, cpp, torch",
         ),
         ({"chunk_size": 0}, "chunk_size must be an integer from 1 to"),
     ],

@@ -5,13 +5,13 @@ import torch
 
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import LinearState
-from attnzoo.ops.rwkv6.api import recurrent_rwkv6_attention, rwkv6_attention
+from attnzoo.ops.gated.rwkv6 import rwkv6_attention
 from tests.helpers import by_sequence, in_form
 
 B, HKV, G, D, E = 2, 2, 2, 5, 3
 FORMS_AND_IMPLS = [
-    ("chunk", "torch"), ("chunk", "reference"), ("recurrent", "torch"), ("parallel", "torch"),
-    ("recurrent", "reference"), ("recurrent", "auto"), ("chunk", "auto"),
+    ("chunk", "torch"), ("chunk", "reference"), ("steps", "torch"), ("parallel", "torch"),
+    ("steps", "reference"), ("steps", "auto"), ("chunk", "auto"),
 ]  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def packed(ids):
 
 
 def run(q, k, v, decay, bonus, form="chunk", **options):
-    attend = in_form(form, rwkv6_attention, recurrent_rwkv6_attention)
+    attend = in_form(form, rwkv6_attention)
     output = by_sequence(attend)(
         q, k, v, log_decay=decay, bonus=bonus, return_state=True, **options
     )

@@ -9,7 +9,7 @@ from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import LinearState
 from attnzoo.errors import UnsupportedError
-from attnzoo.ops.linear.api import linear_attention, recurrent_linear_attention
+from attnzoo.ops.linear.api import linear_attention
 from attnzoo.ops.linear.cpu.call import LINEAR
 from attnzoo.runtime import cpp
 from tests.helpers import (
@@ -21,12 +21,12 @@ from tests.helpers import (
 )
 
 DECAYS = ("none", "head", "token", "channel")
-FORMS = ("parallel", "recurrent", "chunk")
+FORMS = ("parallel", "steps", "chunk")
 IMPLS = ("reference", "torch")  # triton and cpp have separate test files
 FORMS_AND_IMPLS = list(product(FORMS, IMPLS))
 if not cpp.unavailable_reason(LINEAR):
-    FORMS_AND_IMPLS += [("recurrent", "cpp"), ("chunk", "cpp")]
-TRAINED = [x for x in FORMS_AND_IMPLS if x != ("recurrent", "cpp")]  # with a backward pass
+    FORMS_AND_IMPLS += [("steps", "cpp"), ("chunk", "cpp")]
+TRAINED = [x for x in FORMS_AND_IMPLS if x != ("steps", "cpp")]  # with a backward pass
 B, HKV, D, E = 2, 2, 5, 3  # odd sizes, and keys and values of different size
 
 
@@ -82,7 +82,7 @@ def make_state(dtype=torch.float64, grad=False):
 
 def run(q, k, v, log_decay, causal=True, segment_ids=None, form="chunk", **options):
     """Return output and state as one flat tuple."""
-    attend = in_form(form, linear_attention, recurrent_linear_attention)
+    attend = in_form(form, linear_attention)
     mask = AttentionMask(causal=causal, segment_ids=segment_ids)
     options = {"mask": mask, "log_decay": log_decay, "return_state": True} | options
     out, state, *_ = by_sequence(attend)(q, k, v, **options)
@@ -331,7 +331,7 @@ def test_prefill_and_decode_equal_one_pass(form, impl, decay, cut):
         part = slice(start, stop)
         gates = log_decay[:, :, part] if decay in ("token", "channel") else log_decay
         parts = [x[:, :, part] for x in (q, k, v)]
-        now = ("recurrent", impl) if start >= cut else (form, impl)
+        now = ("steps", impl) if start >= cut else (form, impl)
         options = {"form": now[0], "impl": now[1], "chunk_size": 8, "normalize": True}
         out, *state = run(*parts, gates, state=state and LinearState(*state), **options)
         outs.append(out)
@@ -409,8 +409,8 @@ def test_scale_multiplies_queries():
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize(  # the recurrent form is always causal
-    ("form", "causal"), [x for x in product(FORMS, [True, False]) if x != ("recurrent", False)]
+@pytest.mark.parametrize(  # steps are always causal
+    ("form", "causal"), [x for x in product(FORMS, [True, False]) if x != ("steps", False)]
 )
 def test_autocast_does_not_change_results(form, impl, causal):
     inputs = make(20, "token" if causal else "none", dtype=torch.float32, grad=True)
@@ -441,7 +441,7 @@ def test_features_can_have_a_wider_dtype_than_values():
 @pytest.mark.parametrize("causal", [True, False])
 def test_empty_inputs_give_empty_outputs(causal):
     state = make_state()
-    pairs = [x for x in FORMS_AND_IMPLS if causal or not ("recurrent" in x or "cpp" in x)]
+    pairs = [x for x in FORMS_AND_IMPLS if causal or not ("steps" in x or "cpp" in x)]
     for form, impl in pairs:
         options = {"form": form, "impl": impl, "causal": causal, "state": state}
         q, k, v, _ = make(0, groups=3)
@@ -517,7 +517,7 @@ def test_compiles_to_one_graph_without_unrolling(decay):
 
 
 @pytest.mark.parametrize(
-    ("form", "impl"), [("chunk", "auto"), ("chunk", "torch"), ("recurrent", "auto")]
+    ("form", "impl"), [("chunk", "auto"), ("chunk", "torch"), ("steps", "auto")]
 )
 def test_compiled_gradients_equal_eager_ones(form, impl):
     inputs = make(20 if form == "chunk" else 1, "token", dtype=torch.float32, grad=True)
@@ -555,10 +555,10 @@ def test_a_named_implementation_has_no_fallback(monkeypatch):
 @pytest.mark.parametrize("form", FORMS)
 def test_the_output_names_its_implementation(form):
     for impl in ("auto", *IMPLS):
-        attend = in_form(form, linear_attention, recurrent_linear_attention)
+        attend = in_form(form, linear_attention)
         choice = attend(*make(4)[:3], impl=impl).impl
         assert choice.impl == impl or (impl == "auto" and choice.impl in (*IMPLS, "cpp"))
-        words = "token by token; " if form == "recurrent" else "chunk form; "
+        words = "one token; " if form == "steps" and impl != "reference" else "chunk form; "
         assert choice.reason.startswith(words)
 
 

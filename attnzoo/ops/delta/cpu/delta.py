@@ -111,11 +111,6 @@ def run_step_cpp(x: DeltaInputs) -> Result:
     return run_on_slots(x, run_cpp)
 
 
-def run_recurrent_cpp(x: DeltaInputs) -> Result:
-    """Run the kernel in chunks of one token."""
-    return run_cpp(x._replace(chunk_size=1))
-
-
 def run_cpp(x: DeltaInputs) -> Result:
     """Run the kernel.
 

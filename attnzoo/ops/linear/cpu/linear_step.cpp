@@ -52,7 +52,7 @@ struct Step {
            next_z, bonus, log_input, m, next_m, slots)
 };
 
-constexpr double LOWEST_STABILIZER = -87;  // as in ops/mlstm/api.py: exp(87) is finite in float32
+constexpr double LOWEST_STABILIZER = -87;  // as in ops/gated/common.py: exp(87) is finite in float32
 
 template <class Real>
 class LinearStep : Tiles<Real>, Rows<Real> {

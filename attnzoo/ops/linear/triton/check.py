@@ -21,9 +21,9 @@ from torch import Tensor
 
 from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import LinearState
-from attnzoo.ops.gated.common import GatedInputs, run_gated_step_triton
+from attnzoo.ops.gated.common import GatedStep, run_step_torch, run_step_triton
 from attnzoo.ops.linear.api import linear_attention
-from attnzoo.ops.linear.common import StepGate
+from attnzoo.ops.linear.common import LinearInputs, StepGate
 from attnzoo.runtime.verdicts import run_check
 
 SCALE, EPS, FEATURE_SCALE = 0.7, 1e-6, 0.25
@@ -237,15 +237,17 @@ def wrong_gated_step(x: Inputs) -> Iterator[str]:
     """Yield the errors in one token of mLSTM (scalar decay) or RWKV-6 (vector decay)."""
     name = "rwkv6" if x.case.decay == "vector" else "mlstm"
     with torch.no_grad():
-        exact = gated_recurrence(gated_inputs(x, torch.float64))
-        plain = gated_recurrence(gated_inputs(x, torch.float32))
-        first, second = compute_twice(lambda: _gated_kernel(x))
+        exact = _gated_results(run_step_torch, x, torch.float64)
+        plain = _gated_results(run_step_torch, x, torch.float32)
+        first, second = compute_twice(lambda: _gated_results(run_step_triton, x, None))
     for result, *found in zip(("out", "kv", "z"), first, second, plain, exact, strict=True):
         yield from wrong_result(f"{result} of {name}", str(x.case), x.case.dtype, *found)
 
 
-def gated_inputs(x: Inputs, dtype: torch.dtype | None = None) -> GatedInputs:
-    """Return q, k, v, log decay, state and gate of one token; the numbers of a case."""
+def _gated_results(
+    run: Callable[[GatedStep], tuple[Tensor, list[Tensor]]], x: Inputs, dtype: torch.dtype | None
+) -> list[Tensor]:
+    """Return output and sums of one token with the numbers of a case."""
     tensors = [None if t is None else t.to(dtype or t.dtype) for t in x.tensors]
     q, k, v, kv, z, log_decay = tensors
     assert q is not None
@@ -253,43 +255,16 @@ def gated_inputs(x: Inputs, dtype: torch.dtype | None = None) -> GatedInputs:
     assert v is not None
     assert kv is not None
     assert z is not None
-    assert log_decay is not None
     kv, z, others = (y[: len(q)] for y in (kv, z, x.weights[2].to(kv.dtype)))
+    gate = StepGate(None, others[:, :, :1], others[:, :, 1].contiguous())
     if x.case.decay == "vector":
         gate = StepGate(others[0].abs())
-        return GatedInputs(q.abs(), k.abs(), v, log_decay, LinearState(kv, z), gate, True, EPS)
-    gate = StepGate(None, others[:, :, :1], others[:, :, 1].contiguous())
-    return GatedInputs(q, k, v, log_decay, LinearState(kv, z), gate, True, EPS)
-
-
-def _gated_kernel(x: Inputs) -> list[Tensor]:
-    out, state, _ = run_gated_step_triton(gated_inputs(x))
-    return [out, *state]
-
-
-def gated_recurrence(x: GatedInputs) -> list[Tensor]:
-    """Return output and state of one token, in plain operations."""
-    q, k, v, log_decay, state, gate = x[:6]
-    kv, z = state
-    groups = q.shape[1] // k.shape[1]
-    q, k, log_decay = q.unflatten(1, (-1, groups))[:, :, :, 0], k[:, :, 0], log_decay[:, :, 0]
-    own = torch.zeros_like(q[..., :1])  # weight of the token itself beside the state
-    lowest = None
-    if gate.log_input is not None and gate.m is not None:
-        kept = log_decay + gate.m
-        log_input = gate.log_input[:, :, 0]
-        m = torch.maximum(kept, log_input)
-        log_decay, lowest = (kept - m).unsqueeze(2), (-m).exp()[:, :, None, None]
-        k = k * (log_input - m).exp().unsqueeze(2)
-    kv = kv * log_decay.exp().unsqueeze(3) + k.unsqueeze(3) * v
-    z = z * log_decay.exp() + k
-    if gate.bonus is not None:
-        own = (q * (gate.bonus * k).unsqueeze(2)).sum(3, keepdim=True)
-    read = state if gate.bonus is not None else LinearState(kv, z)
-    total = (q * read.k.unsqueeze(2)).sum(3, keepdim=True) + own
-    total = total + EPS if lowest is None else torch.maximum(total.abs(), lowest)
-    out = (q @ read.kv + own * v) / total
-    return [out.flatten(1, 2).unsqueeze(2), kv, z]
+    inputs = LinearInputs(
+        *(q.abs(), k.abs(), v, log_decay, LinearState(kv, z)),
+        *(True, True, 1.0, EPS, None, "identity", 1.0),
+    )
+    out, state = run(GatedStep(inputs, gate))
+    return [out, *state[:2]]
 
 
 def compute_twice(compute: Callable[[], Results]) -> tuple[Results, Results]:

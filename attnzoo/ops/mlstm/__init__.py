@@ -1,1 +1,0 @@
-"""mLSTM: exponential input gates, stabilised (arXiv:2405.04517)."""

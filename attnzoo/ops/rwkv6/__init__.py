@@ -1,1 +1,0 @@
-"""RWKV-6: a query reads the state before its own token enters it (arXiv:2404.05892)."""
