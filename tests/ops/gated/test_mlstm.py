@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import StabilizedState
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.gated.mlstm import mlstm_attention, stabilizer
@@ -93,6 +94,25 @@ def test_packed_segments_do_not_see_each_other():
             torch.testing.assert_close(ours.out[row, :, part], separate.out[row])
         for mine, theirs in zip(ours.state, separate.state, strict=True):
             torch.testing.assert_close(mine[row], theirs[row])
+
+
+def test_sequences_of_one_row_continue_from_their_states():
+    """One of them is empty, and keeps its state; two tokens belong to none."""
+    x, lengths = [t[:1] for t in make(13, spread=5.0)], [4, 0, 7]
+    before = [run(*(t[:1] for t in make(5)), return_state=True).state for _ in lengths]
+    state = StabilizedState(*map(torch.cat, zip(*before, strict=True)))
+    starts, sizes = torch.tensor([0, 5, 5]), torch.tensor(lengths)
+    options = {"log_forget": x[3], "log_input": x[4], "return_state": True, "chunk_size": 4}
+    sequences = Sequences(starts, sizes, 7)
+    ours = mlstm_attention(*x[:3], sequences=sequences, state=state, **options)
+    for i, (start, size) in enumerate(zip(starts, lengths, strict=True)):
+        part = slice(start, start + size)
+        right = run(*(t[:, :, part] for t in x), state=before[i], return_state=True, form="steps")
+        torch.testing.assert_close(ours.out[:, :, part], right.out)
+        scale = ours.state.m[i].exp() / right.state.m[0].exp()
+        torch.testing.assert_close(ours.state.kv[i] * scale[:, None, None], right.state.kv[0])
+        torch.testing.assert_close(ours.state.m[i], right.state.m[0])
+    assert not ours.out[:, :, [4, 12]].any()
 
 
 @pytest.mark.parametrize("size", [1e3, -1e3])
