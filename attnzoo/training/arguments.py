@@ -100,6 +100,7 @@ class RecoveryArguments(TrainingArguments):
     )
     cross_entropy: float = _option(0.0, "weight of cross-entropy in the loss, 0 to 1")
     hidden_states: float = _option(0.0, "weight of hidden states in the loss")
+    always_train: bool = _option(False, "train also if the swap starts where softmax is")
     disable_dropout: bool = _option(True, "disable the model's dropout, which its config keeps")
     cp_size: int = _option(1, "processes that split a row (context parallelism)")
     # --- defaults of TrainingArguments that recovery changes

@@ -45,11 +45,14 @@ from attnzoo.training.trainer import LogitDistillationTrainer, StageRows, Transf
 from attnzoo.training.transfer import (
     evaluation_mode,
     extras,
+    has_indexer,
     output_extras,
     swapped_layers,
     trainable_layers,
 )
+from attnzoo.training.verdict import difference
 
+CLOSE = 1e-3  # nats; a student that starts closer has little to learn from its teacher
 FAR = 0.1  # nats, from which on the rates are those that are given
 LEAST = 0.03  # smallest factor of the rates
 JUDGED = 16  # held-out rows of the best state, and of a divergence
@@ -158,12 +161,19 @@ class Recovery:
             self.check_kernels()
             self.warn_of_mixed_documents()
             self.evaluate_baselines()
-            self.tune_softmax()
-            model = self.whole(self.distil(self.transfer(self.model)))
+            model, reason = self.model, self.why_not_trained()
+            if reason:
+                self.log(reason)
+            else:
+                self.tune_softmax()
+                model = self.distil(self.transfer(model))
+            model = self.whole(model)
             self.evaluator.lines.setdefault("softmax tuned", self.evaluator.lines["softmax"])
             round_weights(model, self.dtype)
             self.evaluator.evaluate("result", model)
             results = {**self.evaluator.results(), **self.folder.run}
+            if reason:
+                results["not_trained"] = reason
             if self.teacher is not None:
                 config = self.model.config
                 layers = {"class": config.model_type, "layer_types": config.layer_types}
@@ -215,6 +225,32 @@ class Recovery:
         swap(model, AttentionSpec.from_dict(spec))
         model.load_state_dict(saved, strict=False)
         model.to(self.args.device)
+
+    def why_not_trained(self) -> str:
+        """Return why nothing is trained, or ``""``: the student starts where softmax is.
+
+        That is less than :data:`CLOSE` nats away on held-out rows of every length, and no
+        difference is measured in loss, recall or generated tokens.
+        """
+        args, evaluator = self.args, self.evaluator
+        if args.always_train or args.cross_entropy or not (args.transfer_steps or args.max_steps):
+            return ""
+        indexers = [x.indexer for x in swapped_layers(self.model).values() if has_indexer(x)]
+        if not all(indexer.is_trained for indexer in indexers if indexer is not None):
+            return ""
+        raw, exact = evaluator.lines["raw swap"], evaluator.lines["softmax"]
+        if any(difference(x, raw, exact).is_clear for x in ("loss", "recall", "agreement")):
+            return ""
+        rows = [x.rows.select(slice(JUDGED)) for x in evaluator.batches.values()]
+        kl = max(held_out_divergence(self.model, x, self.teacher) for x in rows)
+        if kl >= CLOSE:
+            return ""
+        return (
+            f"nothing is trained: the model starts {kl:.1g} nats from softmax on this text, and "
+            f"its loss, {difference('loss', raw, exact)} bits per byte above softmax's, is within "
+            "the noise. It is saved as it is; give text with longer documents, or train all the "
+            "same (--always-train)"
+        )
 
     # --- stages
 
@@ -470,6 +506,10 @@ class EncoderRecovery(Recovery):
     def make_evaluator(self) -> Any:
         """Return what compares embeddings."""
         return EncoderEvaluator(self.held_out, log=self.log)
+
+    def why_not_trained(self) -> str:
+        """Return ``""``: an encoder is always trained."""
+        return ""
 
     def rate_factor(self, model: Any) -> float:
         """Return 1: there are no predictions to compare."""

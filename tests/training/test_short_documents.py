@@ -190,10 +190,27 @@ def continued(folder, spec, prompts):
     return torch.stack(found)
 
 
-def test_no_plan_is_made_of_a_window_as_long_as_documents(data, gpt2):
+def test_a_window_as_long_as_documents_changes_nothing(
+    data, gpt2, attnzoo_command, tmp_path, monkeypatch, capsys
+):
+    """No plan is made, and nothing is trained but with the option."""
     rows = load_rows(gpt2, [data], RowOptions(max_length=LENGTH))[0].select([0, 1])
     with pytest.raises(SpecError, match=r"reads every key of documents of at most 1\d\d tokens"):
         make_plan(gpt2, rows, ["longformer:window=128"], target_length=160)
+    monkeypatch.setattr(recovery, "CLOSE", 1e-3)
+    command = ("recover", gpt2, "--data", data, "--max-length", LENGTH, "--max-steps", 1)
+    command += ("--per-device-train-batch-size", 2, "--attention", "longformer:window=128")
+    attnzoo_command(*command, "--output-dir", tmp_path / "a")
+    assert "nothing is trained: the model starts" in capsys.readouterr().out
+    found = json.loads((tmp_path / "a" / "recovery.json").read_text())
+    assert "--always-train" in found["not_trained"]
+    result, softmax = found["lines"]["result"], found["lines"]["softmax"]
+    assert result["agreement"] == 1
+    assert result["loss"] == pytest.approx(softmax["loss"], rel=1e-6)
+    assert not found["losses"]
+    attnzoo_command(*command, "--output-dir", tmp_path / "b", "--always-train")
+    found = json.loads((tmp_path / "b" / "recovery.json").read_text())
+    assert [*found["losses"]] == ["distil"]
 
 
 def test_commands_with_a_text_measure_documents(data, gpt2, attnzoo_command, tmp_path, monkeypatch):

@@ -75,7 +75,6 @@ def test_every_command_and_public_name_works_or_names_its_extra(tmp_path):
     data, out = tmp_path / "data.txt", str(tmp_path / "out")
     data.write_text("a line of text\n" * 2000)
     (tmp_path / "script.py").write_text("")
-    training = ("embedded", "--data", str(data), "--output-dir", f"{out}-run")
     into = ("embedded", "--data", str(data), "--output-dir", f"{out}-run")
     swapped, window = f"{out}-swap", ("--attention", "flash:window=48")
     train, report, tasks = "attnzoo[train]", "attnzoo[report]", "attnzoo[eval]"
@@ -86,7 +85,7 @@ def test_every_command_and_public_name_works_or_names_its_extra(tmp_path):
         ("convert", "embedded", "--to", "mistral", "--help"): "",
         ("recover", "--help"): "",
         ("finetune", "--help"): "",
-        ("plan", *training): train,
+        ("plan", "embedded", "--data", str(data)): train,
         ("recover", *into, *window): train,
         ("finetune", *into, *window): train,
         ("evaluate", swapped, "--data", str(data)): train,
