@@ -48,10 +48,10 @@ def start(flags: str, folder: Path) -> subprocess.Popen[str]:
         "LD_PRELOAD": f"{runtime('asan')} {runtime('ubsan')}",
         "OMP_NUM_THREADS": "1",
     }
-    check = f"{sys.executable} -m attnzoo.evaluation.check_cpp"
-    refused = f"{sys.executable} -m pytest -q -n 0 -p no:cacheprovider {REFUSED}"
+    check = '"$0" -m attnzoo.evaluation.check_cpp'
+    refused = f'"$0" -m pytest -q -n 0 -p no:cacheprovider {REFUSED}'
     return subprocess.Popen(
-        ["sh", "-c", f"{check} && {refused}"],
+        ["sh", "-c", f"{check} && {refused}", sys.executable],
         env=os.environ | settings,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
