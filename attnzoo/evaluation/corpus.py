@@ -56,6 +56,7 @@ def join(files: Iterable[bytes]) -> bytes:
     return b"\n".join(files)
 
 
+MIN_DISTANCE = 96  # tokens between the two copies of a repeat
 BYTE_OFFSET = 3  # ByT5's tokens 0, 1, 2 are pad, end and unknown; byte b is token b + 3
 
 
@@ -73,16 +74,16 @@ class Repeat:
     length: int
 
 
-def place_repeat(row_length: int, generator: torch.Generator, *, min_distance: int = 96) -> Repeat:
-    """Draw a repeat with at least ``min_distance`` tokens between the two copies."""
+def place_repeat(row_length: int, generator: torch.Generator) -> Repeat:
+    """Draw a repeat with at least :data:`MIN_DISTANCE` tokens between the two copies."""
 
     def draw(low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (), generator=generator))
 
-    longest = min(160, (row_length - min_distance) // 3)
+    longest = min(160, (row_length - MIN_DISTANCE) // 3)
     length = draw(min(48, longest), longest)
-    first = draw(0, row_length - 2 * length - min_distance)
-    second = draw(first + length + min_distance, row_length - length)
+    first = draw(0, row_length - 2 * length - MIN_DISTANCE)
+    second = draw(first + length + MIN_DISTANCE, row_length - length)
     return Repeat(first=first, second=second, length=length)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch.utils.benchmark import Timer
 
 Run = Callable[[], Any]
+MAX_ROUNDS = 9  # of a call; fast calls are repeated within a round
 PAIRED_ROUNDS = 7  # least number of rounds of a call beside its baseline, if time allows
 
 
@@ -86,9 +87,7 @@ def time_together(
     return {name: Timing(rounds_ms=tuple(ms)) for name, ms in taken.items()}
 
 
-def measure(
-    run: Run, device: str = "cpu", *, min_run_time: float = 0.5, max_rounds: int = 9
-) -> tuple[Timing, int]:
+def measure(run: Run, device: str = "cpu", *, min_run_time: float = 0.5) -> tuple[Timing, int]:
     """Return the time and the peak memory (see ``peak_bytes``) of a call.
 
     If a call takes more than half of ``min_run_time``, its memory is measured during the warm-up.
@@ -98,7 +97,6 @@ def measure(
         device: Device on which it runs.
         min_run_time: Duration of all rounds together in seconds; slow calls exceed it, because two
             rounds are the minimum.
-        max_rounds: Maximum number of rounds; fast calls are repeated within a round.
     """
     peaks: list[int] = []
     first = _seconds(lambda: peaks.append(peak_bytes(run, device, warm=True)), 1, device)
@@ -106,8 +104,8 @@ def measure(
         peaks.append(peak_bytes(run, device, warm=True))
     once = _seconds(run, 1, device)
     taken = [once] if once > min_run_time else []
-    rounds = max(2, min(max_rounds, int(min_run_time / max(once, 1e-9)))) - len(taken)
-    repeats = max(1, int(min_run_time / (max_rounds * max(once, 1e-9))))
+    rounds = max(2, min(MAX_ROUNDS, int(min_run_time / max(once, 1e-9)))) - len(taken)
+    repeats = max(1, int(min_run_time / (MAX_ROUNDS * max(once, 1e-9))))
     taken += [_seconds(run, repeats, device) for _ in range(rounds)]
     return Timing(rounds_ms=tuple(1e3 * each for each in taken)), peaks[-1]
 
@@ -118,7 +116,6 @@ def measure_beside(
     device: str = "cpu",
     *,
     min_run_time: float = 0.5,
-    max_rounds: int = 9,
     limit: float = math.inf,
 ) -> tuple[Timing, Timing] | None:
     """Return the times of a call and of a baseline in alternating rounds, so that they are pairs.
@@ -130,7 +127,6 @@ def measure_beside(
         baseline: The function that it is compared with.
         device: Device on which both run.
         min_run_time: Duration of all rounds of ``run`` in seconds; slow calls exceed it.
-        max_rounds: Maximum number of rounds.
         limit: Seconds for all rounds; there are fewer rounds than :data:`PAIRED_ROUNDS` if calls
             are slow.
 
@@ -139,11 +135,11 @@ def measure_beside(
     """
     _seconds(baseline, 1, device)
     both = _seconds(run, 1, device), _seconds(baseline, 1, device)
-    rounds = max(PAIRED_ROUNDS, min(max_rounds, int(min_run_time / max(*both, 1e-9))))
+    rounds = max(PAIRED_ROUNDS, min(MAX_ROUNDS, int(min_run_time / max(*both, 1e-9))))
     rounds = min(rounds, int(min(limit / max(sum(both), 1e-9), rounds)))
     if rounds < 3:
         return None
-    repeats = [max(1, int(min_run_time / (max_rounds * max(once, 1e-9)))) for once in both]
+    repeats = [max(1, int(min_run_time / (MAX_ROUNDS * max(once, 1e-9)))) for once in both]
     taken: tuple[list[float], list[float]] = ([], [])
     for number in range(rounds):
         order = (0, 1) if number % 2 else (1, 0)

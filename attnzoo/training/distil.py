@@ -200,9 +200,14 @@ def divergence(
         mask: ``[...]``, true or 1 for the predictions in the mean.
         count: Divisor of the sum; the sum of ``mask`` when ``None``.
     """
-    student, teacher = (x.float().log_softmax(-1) for x in (student, teacher))
-    kl = F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
+    kl = token_divergence(student, teacher)
     return (kl * mask).sum() / (mask.sum().clamp(min=1) if count is None else count)
+
+
+def token_divergence(student: Tensor, teacher: Tensor) -> Tensor:
+    """Return KL(teacher || student) of each prediction in nats, ``[...]``, of logits."""
+    student, teacher = (x.float().log_softmax(-1) for x in (student, teacher))
+    return F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
 
 
 def hidden_states_error(

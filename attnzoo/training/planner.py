@@ -21,7 +21,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnzoo.errors import SpecError
@@ -31,6 +30,7 @@ from attnzoo.evaluation.rows import Rows, contributions, predictions, require_fi
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.swap.convert import restore, swap
 from attnzoo.spec import AttentionSpec
+from attnzoo.training.distil import token_divergence
 from attnzoo.training.transfer import swapped_layers, trainable_layers
 
 SAME = 1e-6  # nats; below it, predictions are equal up to rounding
@@ -52,12 +52,6 @@ def weights_fingerprint(model: nn.Module) -> str:
             x = x.float() if x.is_floating_point() and x.element_size() == 2 else x
             digest.update(x.contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
     return digest.hexdigest()[:16]
-
-
-def token_divergence(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return KL(teacher || student) of each prediction in nats, ``[B, T]``, of logits."""
-    student, teacher = (x.float().log_softmax(-1) for x in (student, teacher))
-    return F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
 
 
 class Planner:

@@ -36,10 +36,11 @@ from attnzoo.spec import AttentionSpec
 from attnzoo.training.arguments import RecoveryArguments
 from attnzoo.training.callbacks import BestState, HeadEntropy
 from attnzoo.training.data import load_rows
+from attnzoo.training.distil import token_divergence
 from attnzoo.training.encoder import load_texts
 from attnzoo.training.evaluator import EncoderEvaluator, Evaluator
 from attnzoo.training.loading import load_causal, load_model
-from attnzoo.training.planner import token_divergence, weights_fingerprint
+from attnzoo.training.planner import weights_fingerprint
 from attnzoo.training.run_folder import RunFolder, save_model
 from attnzoo.training.trainer import LogitDistillationTrainer, StageRows, TransferTrainer
 from attnzoo.training.transfer import (

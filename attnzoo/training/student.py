@@ -39,6 +39,7 @@ from attnzoo.hf.stock.recurrent import CLASSES, recurrent_layers, recurrent_numb
 from attnzoo.training.evaluator import CONTROL
 from attnzoo.training.recovery import Recovery
 from attnzoo.training.trainer import LogitDistillationTrainer, TransferTrainer
+from attnzoo.training.transfer import relative_error
 
 TRANSFER_RATE = 3e-3
 
@@ -283,11 +284,9 @@ class StudentTransfer(ExitStack):
 
     def _output(self, number: int, layer: Any, args: Any, output: Tensor) -> Tensor:
         exact = self.attended[number][1]
-        error, norm = (output.float() - exact.float()).square(), exact.float().square()
         # not in the backward pass, where gradient checkpointing repeats the forward pass
         if torch._C._current_graph_task_id() == -1:
-            least = torch.finfo(torch.float32).tiny
-            self.errors[number] = error.sum() / norm.sum().clamp(min=least)
+            self.errors[number] = relative_error(output, exact, None)
         return exact.to(output.dtype)
 
     def parameters(self) -> list[nn.Parameter]:

@@ -42,7 +42,6 @@ class MatrixGateInputs(NamedTuple):
     normalize: bool
     eps: float
     value_weights: Tensor | None = None  # [B, Hkv, T, E], factors of the values and of their ones
-
     sequences: Sequences | None = None  # whose tokens ``log_decay`` has, if it has one row
 
     def rows(self, sequences: Sequences | None) -> MatrixGateInputs:
