@@ -4,10 +4,8 @@
     python -m benchmarks.students windows --teacher tiny-qwen3 --out students.jsonl
     python -m benchmarks.students train --teacher tiny-qwen3 --seeds 0 --out students.jsonl
     python -m benchmarks.students train --teacher tiny-qwen3 --mechanism delta --out students.jsonl
-    python -m benchmarks.students train --seeds 0 --out students.jsonl
 
-The teacher chooses the class: a Qwen 3 becomes a Qwen 3.5 with Gated DeltaNet layers, and a Llama,
-such as the embedded model, a Granite hybrid with Mamba-2 layers. Text: that of
+The teacher is a Qwen 3 and becomes a Qwen 3.5 with Gated DeltaNet layers. Text: that of
 benchmarks/recover.py. ``windows`` trains nothing: it evaluates the teacher with windows of several
 sizes in some layers, and with the layers that a plan chooses. Each run of ``train`` is one JSON
 line: the teacher converted and trained by the recipe ``student``, or swapped to ``delta`` without a
@@ -22,30 +20,27 @@ import json
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import attnzoo
-from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.evaluation.quality import EvalBatch, Quality, evaluate_rows
 from attnzoo.hf.models.speed_up import speed_up
 from attnzoo.hf.saving.files import read_config
-from attnzoo.hf.stock.classes import classes_for
-from attnzoo.hf.stock.convert import convert_files
+from attnzoo.hf.stock.convert_files import convert_files
+from attnzoo.hf.stock.gated_delta_net import FAMILY
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.arguments import RecoveryArguments
 from attnzoo.training.data import RowOptions, load_rows
 from attnzoo.training.evaluator import as_dicts, rows_to_eval_batch
 from attnzoo.training.plan import make_plan
 from attnzoo.training.recover import recover
-from benchmarks.byte_tokenizer import as_tokenizer_json
 from benchmarks.recover import FOLDERS
 
 ROWS = {512: 32, 4096: 8}  # rows that are evaluated, by their length
@@ -64,33 +59,8 @@ RECIPE = {  # those of the recipes student_transfer and student_distil, with row
 }
 
 app = typer.Typer(add_completion=False)
-Teacher = Annotated[
-    Path | None,
-    typer.Option(help="folder of a Qwen 3 or Llama of four layers; default: the embedded Llama"),
-]
+Teacher = Annotated[Path, typer.Option(help="folder of a Qwen 3 of four layers")]
 Out = Annotated[Path | None, typer.Option(help="file to append JSON lines to")]
-
-
-def student_class(teacher: Path) -> str:
-    """Return the stock class with recurrent layers that holds a teacher."""
-    return next(x.family for x in classes_for(read_config(teacher).model_type) if x.recurrent)
-
-
-@contextmanager
-def teacher_folder(teacher: Path | None) -> Iterator[Path]:
-    """Context with the folder of a teacher: the given one, or the embedded model.
-
-    The latter gets a ``tokenizer.json``, because transformers loads no other tokenizer beside a
-    Granite hybrid.
-    """
-    if teacher is not None:
-        yield teacher
-        return
-    source = embedded_model_path()
-    with tempfile.TemporaryDirectory() as folder:
-        AutoModelForCausalLM.from_pretrained(source).save_pretrained(folder)
-        as_tokenizer_json(AutoTokenizer.from_pretrained(source)).save_pretrained(folder)
-        yield Path(folder)
 
 
 def data() -> list[Path]:
@@ -172,25 +142,24 @@ def window_specs(teacher: Path, length: int) -> dict[str, AttentionSpec]:
 
 @app.command()
 def windows(
-    teacher: Teacher = None,
+    teacher: Teacher,
     length: Annotated[int, typer.Option(help="tokens a row, 512 or 4096")] = 512,
     out: Out = None,
 ) -> None:
     """Evaluate windows in some layers of the teacher; nothing is trained."""
     torch.set_num_threads(1)
-    with teacher_folder(teacher) as folder:
-        lines = as_dicts(judge_windows(folder, window_specs(folder, length), length))
-        family = read_config(folder).model_type
+    lines = as_dicts(judge_windows(teacher, window_specs(teacher, length), length))
+    family = read_config(teacher).model_type
     line = {"mechanism": "windows", "teacher": family, "length": length}
     write({**line, "lines": shown(lines)}, out)
 
 
 @app.command()
 def train(
-    teacher: Teacher = None,
+    teacher: Teacher,
     layers: Annotated[str, typer.Option(help="layers that become recurrent")] = "1-2",
     mechanism: Annotated[
-        str, typer.Option(help="stock (of the class that holds the teacher), or delta (no window)")
+        str, typer.Option(help="stock (Gated DeltaNet), or delta (no window)")
     ] = "stock",
     seeds: Annotated[list[int] | None, typer.Option(help="seeds (repeatable)")] = None,
     times: Annotated[float, typer.Option(help="factor of the steps")] = 1,
@@ -212,8 +181,8 @@ def train(
     for seed in seeds or [0]:
         start = time.monotonic()
         line = {"mechanism": mechanism, "layers": layers, "seed": seed, "times": times}
-        with tempfile.TemporaryDirectory() as folder, teacher_folder(teacher) as source:
-            line["teacher"] = read_config(source).model_type
+        with tempfile.TemporaryDirectory() as folder:
+            line["teacher"] = read_config(teacher).model_type
             args = RecoveryArguments(
                 str(Path(folder, "result")),
                 bf16=precision == "bf16",
@@ -221,9 +190,9 @@ def train(
                 seed=seed,
                 **{**RECIPE, **given},
             )
-            found = run(source, layers, mechanism, args)
+            found = run(teacher, layers, mechanism, args)
             seconds = round(time.monotonic() - start)
-            more = {"4096": long_loss(source, Path(folder, "result"))} if long_rows else {}
+            more = {"4096": long_loss(teacher, Path(folder, "result"))} if long_rows else {}
         line |= {**given, "precision": precision, "seconds": seconds}
         more |= {"equal_window": found["equal_window"], "verdict": found["verdict"]}
         write({**line, "lines": shown(found["lines"]), **more}, out)
@@ -241,7 +210,7 @@ def run(teacher: Path, layers: str, mechanism: str, args: RecoveryArguments) -> 
             teacher, AttentionSpec("flash", layers={layers: options}), data(), args, log=log
         )
     student = Path(args.output_dir).with_name("student")
-    convert_files(teacher, student_class(teacher), student, recurrent=layers)
+    convert_files(teacher, FAMILY, student, recurrent=layers)
     return recover(student, None, data(), args, teacher=teacher, log=log)
 
 

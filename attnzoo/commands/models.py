@@ -137,8 +137,7 @@ def convert(
         typer.Option(
             metavar="LAYERS",
             help="layers that become recurrent, such as 1-2, to be trained by recover --teacher "
-            "(experimental; --to qwen3_5_text of a Qwen 3: Gated DeltaNet, --to granitemoehybrid "
-            "of a Llama: Mamba-2)",
+            "(experimental; --to qwen3_5_text of a Qwen 3: Gated DeltaNet)",
         ),
     ] = None,
 ) -> None:
@@ -146,7 +145,7 @@ def convert(
 
     Layers of softmax and of sliding windows are exact; other layers are refused.
     """
-    from attnzoo.hf.stock.convert import convert_files
+    from attnzoo.hf.stock.convert_files import convert_files
     from attnzoo.report.output_path import check_folder
 
     check_folder(output_dir)

@@ -83,7 +83,7 @@ def plan(
     dataset_text_field: DatasetTextField = "text",
 ) -> None:
     """Measure how much each layer needs softmax, and choose an attention for each layer."""
-    from attnzoo.hf.stock.classes import stock_class
+    from attnzoo.hf.stock.gated_delta_net import FAMILY
     from attnzoo.report.output_path import check_file
     from attnzoo.training.data import RowOptions, load_rows
     from attnzoo.training.plan import make_plan
@@ -94,9 +94,9 @@ def plan(
     if output_file is not None:
         check_file(output_file, overwrite=overwrite)
     given = {"candidate": candidate, "cache-bytes": cache_bytes, "from": from_}
-    is_student = to is not None and bool(stock_class(to).recurrent)
+    is_student = to == FAMILY
     if is_student:
-        options = _student_options(to, given)
+        options = _student_options(given)
     else:
         options = _swap_options(path, to, given) | {"target_length": target_length}
         options |= {"cache_length": parse_size(cache_length, "--cache-length")}
@@ -129,7 +129,7 @@ def _print_next(model: str, file: Path, to: str | None, run: Path | None) -> Non
     console.print(f"Next:   {command}{' ...' if to is None else ''}", soft_wrap=True)
 
 
-def _student_options(to: str | None, given: dict[str, Any]) -> dict[str, Any]:
+def _student_options(given: dict[str, Any]) -> dict[str, Any]:
     """Return the run of a plan of a student's layers.
 
     Raises:
@@ -148,7 +148,7 @@ def _student_options(to: str | None, given: dict[str, Any]) -> dict[str, Any]:
             "STUDENT --teacher DIR --config student_transfer`, and give the folder of "
             "its result by --from"
         )
-    return {"run": given["from"], "to": to}
+    return {"run": given["from"]}
 
 
 def _swap_options(path: Path, to: str | None, given: dict[str, Any]) -> dict[str, Any]:

@@ -58,7 +58,6 @@ __all__ = [
     "document_masks",
     "family_uses_interface",
     "forward_code",
-    "granite_normalizes_groups",
     "has_recurrent_layers",
     "is_of_another_package",
     "is_quantized",
@@ -539,17 +538,6 @@ def base_model_name(model: Any) -> str:
     """Return the attribute of a model with a head that holds the model without it."""
     name: str = model.base_model_prefix
     return name
-
-
-def granite_normalizes_groups() -> bool:
-    """Return whether Mamba-2 layers of Granite hybrids normalise each group of heads by itself.
-
-    Earlier versions of transformers normalise all heads together, and engines do not.
-    """
-    from transformers.models.granitemoehybrid import modeling_granitemoehybrid as granite
-
-    norm = granite.GraniteMoeHybridRMSNormGated
-    return "group_size" in inspect.signature(norm.__init__).parameters
 
 
 def document_masks(model: Any, position_ids: Tensor) -> dict[str, Any]:

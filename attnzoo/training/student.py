@@ -27,15 +27,20 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.data import load_tokenizer
 from attnzoo.evaluation.equal_memory import EqualWindow
-from attnzoo.hf import seam
 from attnzoo.hf.configs import read_field, set_dropout
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.models.speed_up import speed_up
 from attnzoo.hf.names import NAME
 from attnzoo.hf.pretrained import load_pretrained
 from attnzoo.hf.saving.files import empty_model, read_config
+from attnzoo.hf.stock.gated_delta_net import (
+    FAMILY,
+    PART,
+    recurrent_layers,
+    recurrent_numbers,
+    state_bytes,
+)
 from attnzoo.hf.stock.layer_inputs import softmax_layer
-from attnzoo.hf.stock.recurrent import CLASSES, recurrent_layers, recurrent_numbers
 from attnzoo.training.evaluator import CONTROL
 from attnzoo.training.recovery import Recovery
 from attnzoo.training.trainer import LogitDistillationTrainer, TransferTrainer
@@ -58,7 +63,7 @@ class StudentTrainer(LogitDistillationTrainer):
 
     def is_added(self, name: str) -> bool:
         """Return whether a parameter is that of a recurrent layer."""
-        return f".{CLASSES[self.model.config.model_type].part}." in name
+        return f".{PART}." in name
 
 
 class StudentRecovery(Recovery):
@@ -91,7 +96,6 @@ class StudentRecovery(Recovery):
         if self.args.disable_dropout:
             set_dropout(config)
         model: Any = load_pretrained(AutoModelForCausalLM, self.path, config=config, **options)
-        model.register_forward_pre_hook(separate_documents, with_kwargs=True)
         found: PreTrainedModel = speed_up(model)
         return found
 
@@ -176,11 +180,10 @@ def require_pair(student: Path, teacher: Path) -> None:
                 "teacher"
             )
     numbers = recurrent_numbers(one)
-    if not numbers or one.model_type not in CLASSES:
+    if not numbers or one.model_type != FAMILY:
         raise SpecError(
             f"{str(student)!r} holds a {one.model_type} without recurrent layers that a teacher "
-            f"could train; `attnzoo convert DIR --to CLASS --recurrent LAYERS` writes one, of the "
-            f"class {' or '.join(CLASSES)}"
+            f"could train; `attnzoo convert DIR --to {FAMILY} --recurrent LAYERS` writes one"
         )
     for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
         values = [getattr(x, name, None) for x in (one, other)]
@@ -213,7 +216,7 @@ def equal_window(config: Any, length: int, itemsize: int) -> EqualWindow:
         length: Tokens of one sequence.
         itemsize: Bytes of a number of the weights' data type.
     """
-    state = CLASSES[config.model_type].state_bytes(config, itemsize)
+    state = state_bytes(config, itemsize)
     head_dim = read_field(config, "head_dim") or config.hidden_size // config.num_attention_heads
     token = itemsize * 2 * config.num_key_value_heads * head_dim
     fits = state // token
@@ -225,24 +228,6 @@ def equal_window(config: Any, length: int, itemsize: int) -> EqualWindow:
         swap_bytes=full + state * len(numbers),
         exact_bytes=token * length * config.num_hidden_layers,
     )
-
-
-def separate_documents(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Forward pre-hook: separate the documents of packed rows in full layers, not on CPUs.
-
-    There ``speed_up`` does so, in all layers. On other devices states run on over the borders, as
-    in the stock layers, and full layers get masks, unless the class makes them itself.
-    """
-    positions = kwargs.get("position_ids")
-    if positions is None or positions.ndim != 2 or positions.device.type == "cpu":
-        return None
-    config: Any = model.config
-    is_packed = bool((positions[:, 1:] == 0).any())
-    if CLASSES[config.model_type].masks_documents or not is_packed:
-        return None
-    return args, kwargs | {"attention_mask": seam.document_masks(model, positions)}
 
 
 class StudentTransfer(ExitStack):

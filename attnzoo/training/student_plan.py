@@ -21,8 +21,8 @@ from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.rows import Rows
 from attnzoo.hf.models.speed_up import speed_up
 from attnzoo.hf.pretrained import load_pretrained
+from attnzoo.hf.stock.gated_delta_net import recurrent_layers, student_weights
 from attnzoo.hf.stock.layer_inputs import softmax_layer
-from attnzoo.hf.stock.recurrent import recurrent_layers, student_weights
 from attnzoo.training.plan import Plan, count_exact_layers
 from attnzoo.training.planner import Chosen, OnStep, Planner
 from attnzoo.training.student import require_pair
@@ -68,7 +68,6 @@ def plan_student(
     run: Path,
     rows: Rows,
     *,
-    to: str,
     keep_softmax: float = 0.25,
     on_step: OnStep = lambda text: None,
 ) -> Plan:
@@ -79,7 +78,6 @@ def plan_student(
         run: Folder of the student: a run of ``recover STUDENT --teacher DIR`` with transfer only.
             Its full layers keep softmax.
         rows: Rows to measure on; each document is measured as if it were alone.
-        to: The family of the student.
         keep_softmax: Fraction or number of layers that keep softmax, of all layers.
         on_step: Called with a description of each measurement.
 
@@ -90,10 +88,6 @@ def plan_student(
     require_pair(run, path)
     teacher: Any = load_pretrained(AutoModelForCausalLM, path, dtype=torch.float32)
     student: Any = load_pretrained(AutoModelForCausalLM, run, dtype=torch.float32).eval()
-    if (family := student.config.model_type) != to:
-        raise SpecError(
-            f"{str(run)!r} holds a student of the class {family}, got --to {to}; give --to {family}"
-        )
     _require_transfer_only(teacher, student, run)
     planner = StudentPlanner(teacher, speed_up(student), rows, on_step)
     known, depth = sorted(planner.layers), int(teacher.config.num_hidden_layers)
@@ -113,7 +107,7 @@ def plan_student(
 
 def _require_transfer_only(teacher: Any, student: Any, run: Path) -> None:
     """Raise ``SpecError`` if other weights than those of the recurrent layers were trained."""
-    exact = student_weights(teacher.state_dict(), teacher.config, student.config.model_type, {})
+    exact = student_weights(teacher.state_dict(), teacher.config, {})
     for name, weight in student.state_dict().items():
         if name in exact and not torch.equal(weight, exact[name]):
             raise SpecError(

@@ -113,13 +113,3 @@ def test_cache_layers_that_hold_more_than_keys_are_known():
             if isinstance(cls, type) and cls.__name__.endswith(("Layer", "HCACache", "CSACache")):
                 more = {name for name in dir(cls) if name.startswith("update_")}
                 assert more <= {*seam.MORE_THAN_KEYS}, cls
-
-
-def test_norms_of_groups_of_granite_hybrids():
-    """Where each group has its own norm, the features of another group do not change it."""
-    config = hf.AutoConfig.for_model("granitemoehybrid", **SIZES, **FAMILIES["granitemoehybrid"])
-    norm = hf.AutoModelForCausalLM.from_config(config).model.layers[0].mamba.norm
-    x = torch.randn(1, 3, 64)  # two groups, of two heads with 16 features each
-    other = torch.cat([10 * x[..., :32], x[..., 32:]], 2)
-    own = torch.equal(norm(x)[..., 32:], norm(other)[..., 32:])
-    assert seam.granite_normalizes_groups() == own

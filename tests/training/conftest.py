@@ -9,7 +9,6 @@ import attnzoo
 from attnzoo.cli import main
 from attnzoo.evaluation.models import embedded_model_path
 from tests.training.short_runs import shorten_runs
-from tests.training.student_pair import TEACHERS
 
 
 def tiny_llama():
@@ -84,24 +83,6 @@ def text(tmp_path_factory):
 @pytest.fixture(scope="session")
 def spec():
     return attnzoo.AttentionSpec("gated_linear", feature_map="hedgehog", window=4)
-
-
-@pytest.fixture(params=TEACHERS)
-def to(request):
-    """The class of a student."""
-    return request.param
-
-
-@pytest.fixture
-def folders(pairs, to):
-    """The folder of a teacher and its student of a class, of the fixture ``pairs`` of a module."""
-    return pairs[to]
-
-
-@pytest.fixture
-def one_pair(pairs):
-    """The folder of both models of one class, for what does not depend on the class."""
-    return pairs["qwen3_5_text"]
 
 
 @pytest.fixture(scope="session")

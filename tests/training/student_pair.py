@@ -6,25 +6,22 @@ import torch
 import transformers as hf
 
 from attnzoo.hf.models.speed_up import RULES
-from attnzoo.hf.stock.convert import convert_files
+from attnzoo.hf.stock.convert_files import convert_files
+from attnzoo.hf.stock.gated_delta_net import FAMILY
 from tests.byte_tokenizer import save_byte_tokenizer
 
-TEACHERS = {"qwen3_5_text": "qwen3", "granitemoehybrid": "llama"}  # by the student's class
-NAMES = {"qwen3_5_text": "Qwen3_5ForCausalLM", "granitemoehybrid": "GraniteMoeHybridForCausalLM"}
 
-
-def write_pair(place, to, layers, recurrent):
+def write_pair(place, layers, recurrent):
     """Write a random model to ``teacher`` and its student to ``student``.
 
     Args:
         place: Folder of both.
-        to: Class of the student.
         layers: Number of layers.
         recurrent: The student's recurrent layers, as of ``attnzoo convert --recurrent``.
     """
     torch.manual_seed(0)
     config = hf.AutoConfig.for_model(
-        TEACHERS[to],
+        "qwen3",
         vocab_size=384,
         hidden_size=32,
         intermediate_size=48,
@@ -44,7 +41,7 @@ def write_pair(place, to, layers, recurrent):
             parameter.mul_(3)
     teacher.save_pretrained(place / "teacher")
     save_byte_tokenizer(place / "teacher")
-    convert_files(place / "teacher", to, place / "student", recurrent=recurrent)
+    convert_files(place / "teacher", FAMILY, place / "student", recurrent=recurrent)
 
 
 def run_torch_functions(patch):

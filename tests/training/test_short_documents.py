@@ -39,7 +39,7 @@ from attnzoo.training.data import (
 from attnzoo.training.encoder import load_texts
 from attnzoo.training.evaluator import evaluate, rows_to_eval_batch, select_rows
 from attnzoo.training.plan import make_plan
-from tests.training.student_pair import TEACHERS, load, write_pair
+from tests.training.student_pair import load, write_pair
 
 LENGTH = 320  # of a row
 EXACT = {"rel": 1e-5, "abs": 1e-7}
@@ -254,13 +254,13 @@ def test_commands_with_a_text_measure_documents(data, gpt2, attnzoo_command, tmp
     assert maps[0]["tokens"] == len(texts[0])
 
 
-@pytest.mark.parametrize("family", ["bloom", *TEACHERS])
+@pytest.mark.parametrize("family", ["bloom", "student"])
 def test_documents_of_models_without_positions_or_with_states(family, tmp_path):
     """Without positions, or with recurrent layers of stock classes, whose states may run on."""
     if family == "bloom":
         model = hf.BloomForCausalLM(hf.BloomConfig(vocab_size=99, hidden_size=32, n_head=4))
     else:
-        write_pair(tmp_path, family, 2, "0")
+        write_pair(tmp_path, 2, "0")
         model = attnzoo.speed_up(load(tmp_path / "student"))
     draw = torch.Generator().manual_seed(3)
     tokens = torch.randint(3, 99, (2, 21), generator=draw)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -18,26 +17,25 @@ from attnzoo.hf import seam
 from attnzoo.hf.configs import has_field, read_field
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.names import NAME, PRUNED
-from attnzoo.hf.pretrained import build_model, load_pretrained
-from attnzoo.hf.saving.files import model_class, read_config, require_new_folder, save_copy
-from attnzoo.hf.stock.card import FILE, RECURRENT, Layer, write_card
+from attnzoo.hf.pretrained import build_model
 from attnzoo.hf.stock.classes import (
     STOCK_CLASSES,
     StockClass,
     Windows,
     classes_for,
+    other_config,
+    other_weights,
     stock_class,
 )
-from attnzoo.hf.stock.layer_inputs import measure_layers, sample_tokens
-from attnzoo.hf.stock.layer_windows import layer_windows
-from attnzoo.hf.stock.recurrent import (
+from attnzoo.hf.stock.gated_delta_net import (
+    FAMILY,
     parse_recurrent,
     recurrent_layers,
     replaced_outputs,
     student_weights,
 )
-from attnzoo.hf.stock.tokens import require_same_tokens
-from attnzoo.hf.stock.weights import other_config, other_weights
+from attnzoo.hf.stock.layer_inputs import measure_layers, sample_tokens
+from attnzoo.hf.stock.layer_windows import layer_windows
 from attnzoo.hf.swap.convert import original_attention, swap
 from attnzoo.hf.unchanged import unchanged_on_error
 from attnzoo.spec import AttentionSpec
@@ -65,10 +63,9 @@ def convert(
         to: The family of the class, ``config.model_type``: the model's own one, or one that can
             hold its weights, such as ``"qwen2"`` for a Llama; docs/serving.md has the table.
         plan: The attention of each layer; the model is swapped to it first.
-        recurrent: Layers that become recurrent in a class that has such layers, such as ``"1-2"``:
-            Gated DeltaNet in ``"qwen3_5_text"``, Mamba-2 in ``"granitemoehybrid"``. They do not
-            compute softmax: they get starting values, and the model is a student to be trained by
-            ``attnzoo recover NEW --teacher DIR``. Experimental.
+        recurrent: Layers that become Gated DeltaNet in the class ``"qwen3_5_text"``, such as
+            ``"1-2"``. They do not compute softmax: they get starting values, and the model is a
+            student to be trained by ``attnzoo recover NEW --teacher DIR``. Experimental.
 
     Raises:
         UnsupportedError: The class cannot hold the attention of a layer or the weights, or has no
@@ -93,9 +90,12 @@ def _convert(model: PreTrainedModel, to: str, recurrent: str | None) -> PreTrain
     family = model.config.model_type
     target = stock_class(to)
     numbers = [] if recurrent is None else parse_recurrent(recurrent, model.config)
-    _require_class(model, target, windows, is_student=bool(numbers))
-    if numbers:
-        _require_recurrent(target, family)
+    _require_class(model, target, windows)
+    if numbers and to != FAMILY:
+        takes = ", ".join(STOCK_CLASSES[FAMILY].takes)
+        raise UnsupportedError(
+            f"A {to} model has no recurrent layers. {FAMILY} has them, but takes {takes} only"
+        )
     same = to == family
     config = _without_swap(model.config) if same else other_config(model.config, to, numbers)
     _set_windows(config, target, windows)
@@ -103,11 +103,11 @@ def _convert(model: PreTrainedModel, to: str, recurrent: str | None) -> PreTrain
     if same:
         converted: Any = type(model)._from_config(config, dtype=model.dtype)
     else:
-        if target.recurrent:
+        if to == FAMILY:
             with _softmax(model):
                 tokens = sample_tokens(model) if numbers else None
                 inputs = measure_layers(model, numbers, tokens)
-            state = student_weights(state, model.config, to, inputs)
+            state = student_weights(state, model.config, inputs)
         else:
             state = other_weights(state, to, config)
         converted = build_model(AutoModelForCausalLM, config, dtype=model.dtype)
@@ -123,57 +123,6 @@ def _convert(model: PreTrainedModel, to: str, recurrent: str | None) -> PreTrain
     converted.to(model.device).train(model.training)
     _prove(model, converted, windows)
     return cast(PreTrainedModel, converted)
-
-
-def convert_files(
-    path: Path,
-    to: str,
-    out: Path,
-    plan: AttentionSpec | None = None,
-    *,
-    recurrent: str | None = None,
-) -> list[str]:
-    """Write a saved model as a stock class, with a model card; see :func:`convert`.
-
-    Args:
-        path: Folder of a swapped or stock model.
-        to: The family of the class.
-        out: New folder. Tokenizer and other files are copied.
-        plan: The attention of each layer of a stock model.
-        recurrent: As in :func:`convert`.
-
-    Returns:
-        The attention of each layer, ``"full"``, ``"window 64"`` or ``"recurrent"``.
-
-    Raises:
-        SpecError: ``out`` is not empty, the model cannot be read, or it is swapped and ``plan`` is
-            given too.
-        UnsupportedError: The class cannot hold the model, or transformers would load another
-            tokenizer for it.
-    """
-    require_new_folder(out)
-    config = read_config(path)
-    if plan is not None and read_field(config, NAME) is not None:
-        raise SpecError(
-            f"{str(path)!r} holds a swapped model, which has its own plan in config.json; leave "
-            "--plan out, or give the original model"
-        )
-    try:
-        model = load_pretrained(model_class(config, path), path, dtype="auto").eval()
-    except OSError as error:
-        raise SpecError(
-            f"The weights in {str(path)!r} cannot be read ({error}); nothing was written."
-        ) from error
-    converted = convert(model, to, plan, recurrent=recurrent)
-    require_same_tokens(path, converted.config)
-    save_copy(converted, path, out)
-    layers: list[Layer] = list(layer_windows(converted))
-    for number in recurrent_layers(converted):
-        layers.insert(number, RECURRENT)
-    card = path / FILE
-    text = card.read_text("utf-8", errors="replace") if card.is_file() else ""
-    write_card(out, converted.config, layers, source=path.name, source_card=text)
-    return ["full" if x is None else x if isinstance(x, str) else f"window {x}" for x in layers]
 
 
 def _check(model: PreTrainedModel, to: str) -> None:
@@ -198,9 +147,7 @@ def _is_causal_lm(model: PreTrainedModel) -> bool:
     return type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
-def _require_class(
-    model: PreTrainedModel, target: StockClass, windows: list[int | None], *, is_student: bool
-) -> None:
+def _require_class(model: PreTrainedModel, target: StockClass, windows: list[int | None]) -> None:
     """Raise if a class cannot hold the weights of a model, or its windows."""
     family = model.config.model_type
     reason = ""
@@ -212,13 +159,11 @@ def _require_class(
         reason = _window_reason(target, model, windows)
     if not reason:
         return
-    able = [
-        x
+    others = [
+        x.family
         for x in classes_for(family)
         if x.family != target.family and not _window_reason(x, model, windows)
     ]
-    recurrent = [x for x in able if x.recurrent]
-    others = [x.family for x in (recurrent if is_student and recurrent else able)]
     if others and _is_causal_lm(model):
         advice = f"Classes that can: {', '.join(others)}"
     else:
@@ -227,20 +172,6 @@ def _require_class(
             "after `import attnzoo`"
         )
     raise UnsupportedError(f"{target.family} cannot hold this model: {reason}. {advice}")
-
-
-def _require_recurrent(target: StockClass, family: str) -> None:
-    """Raise if a class has no recurrent layers."""
-    if target.recurrent:
-        return
-    others = [x.family for x in classes_for(family) if x.recurrent]
-    advice = f"Classes that have them: {', '.join(others)}"
-    if not others:
-        known = [x for x in STOCK_CLASSES.values() if x.recurrent]
-        advice = "; ".join(
-            f"{x.family} has them, but takes {', '.join(sorted(x.takes))} only" for x in known
-        )
-    raise UnsupportedError(f"A {target.family} model has no recurrent layers. {advice}")
 
 
 def _window_reason(target: StockClass, model: PreTrainedModel, windows: list[int | None]) -> str:

@@ -1,4 +1,4 @@
-r"""The class ``qwen3_5_text`` (Qwen 3.5): full softmax layers and Gated DeltaNet layers.
+r"""Students: the class ``qwen3_5_text`` (Qwen 3.5) of full softmax and Gated DeltaNet layers.
 
 From ``qwen3``:
 
@@ -14,7 +14,7 @@ A recurrent layer computes, for each head,
 .. math:: S_t = e^{g_t} S_{t-1} (I - \beta_t k_t k_t^T) + \beta_t v_t k_t^T, \quad o_t = S_t q_t,
 
 with queries, keys and values after a short convolution and SiLU, the first two normalised. Its
-starting values:
+starting values, whose output is not that of softmax:
 
 | tensor of a recurrent layer | starting value |
 |---|---|
@@ -27,45 +27,84 @@ starting values:
 | gate z | as constant as a projection without bias can be: SiLU(z) is about 1 |
 | output | that of softmax for both heads, times half of the size that heads have after softmax |
 
-Heads have the size of the teacher's for keys and values alike, which llama.cpp requires. Gated
+Heads have the size of the teacher's for keys and values alike, which llama.cpp requires. Sizes are
+measured on text that the model samples itself (:mod:`attnzoo.hf.stock.layer_inputs`). Gated
 DeltaNet: Yang et al., 2024, arXiv:2412.06464. Letters: H query heads, D their size, M hidden size,
 N tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from attnzoo.errors import UnsupportedError
-from attnzoo.hf.stock.layer_inputs import LayerInputs
-from attnzoo.hf.stock.starting_values import (
-    SIGNS,
-    SILU_ONE,
-    constant_projection,
-    head_sizes,
-    last_tap,
-    layer_kinds,
-    refuse_recurrent,
-    spread_rates,
-    unit_heads,
-    with_signs,
-)
+from attnzoo.errors import SpecError, UnsupportedError, short_repr
+from attnzoo.hf.configs import read_field
+from attnzoo.hf.stock.layer_inputs import LayerInputs, part_name
+from attnzoo.spec import parse_layers
 
 FAMILY = "qwen3_5_text"
+PART = "linear_attn"  # the recurrent layer within a decoder layer
+SIGNS = 2  # recurrent heads for each query head
+SILU_ONE = 1.2784645427610738  # SiLU of it is 1
 SLOWEST, FASTEST = 1 / 512, 1 / 4
 VALUE_SIZE = 0.3  # root mean square of the values that SiLU gets
 CONVOLUTION = 4  # taps, as in the published models
+_RECURRENT = "linear_attention"  # transformers' name in layer_types
+
+
+def recurrent_numbers(config: Any) -> list[int]:
+    """Return the numbers of the recurrent layers of a model of a stock class."""
+    kinds = read_field(config.get_text_config(), "layer_types") or []
+    return [number for number, kind in enumerate(kinds) if kind == _RECURRENT]
+
+
+def recurrent_layers(model: nn.Module) -> dict[int, nn.Module]:
+    """Return the recurrent layers of a student by number; empty for other classes."""
+    config: Any = model.config
+    if config.model_type != FAMILY:
+        return {}
+    return {n: model.get_submodule(part_name(n, PART)) for n in recurrent_numbers(config)}
+
+
+def parse_recurrent(layers: str, config: Any) -> list[int]:
+    """Return the numbers in a text such as ``"1-2"``.
+
+    Raises:
+        SpecError: A layer does not exist, or no layer would keep softmax.
+    """
+    ranges = parse_layers(layers)
+    count = int(config.num_hidden_layers)
+    if ranges[-1].stop > count:
+        raise SpecError(
+            f"recurrent={short_repr(layers)} names layer {ranges[-1].stop - 1}, but there are "
+            f"{count}"
+        )
+    numbers = list(chain(*ranges))
+    if len(numbers) == count:
+        raise SpecError(
+            f"recurrent={short_repr(layers)} leaves no softmax layer, without which a student "
+            "recalls little; keep at least one"
+        )
+    return numbers
 
 
 def config_fields(source: Any, recurrent: Sequence[int]) -> dict[str, Any]:
     """Return the fields of a Qwen 3.5 config that those of a Qwen 3 do not give.
 
+    Args:
+        source: The config of the Qwen 3.
+        recurrent: Numbers of the layers that become recurrent.
+
     Raises:
-        UnsupportedError: The source has positions or biases that the class has not.
+        UnsupportedError: The class has not the source's positions, or its recurrent layers have
+            not the source's biases or activation.
     """
     rope = dict(source.rope_parameters)
     if rope.get("rope_type", "default") != "default":
@@ -73,10 +112,21 @@ def config_fields(source: Any, recurrent: Sequence[int]) -> dict[str, Any]:
             f"This {source.model_type} has RoPE of type {rope['rope_type']!r}, which engines do "
             f"not read from a {FAMILY}; convert it to qwen3"
         )
-    refuse_recurrent(source, FAMILY, recurrent)
+    if recurrent and source.attention_bias:
+        raise UnsupportedError(
+            f"This {source.model_type} has attention_bias, which recurrent layers of {FAMILY} have "
+            "not; convert it without recurrent layers"
+        )
+    if recurrent and source.hidden_act != "silu":
+        raise UnsupportedError(
+            f"This {source.model_type} has hidden_act={source.hidden_act!r}, which {FAMILY} would "
+            "use in its recurrent layers too, where engines compute silu; convert it without "
+            "recurrent layers"
+        )
     heads, half = source.num_attention_heads, source.head_dim // 2
     third = half // 3  # positions of text are the same in all three sections
-    kinds = layer_kinds(source, recurrent)
+    numbers = range(source.num_hidden_layers)
+    kinds = [_RECURRENT if n in recurrent else "full_attention" for n in numbers]
     fields = {"full_attention_interval": period} if (period := _period(kinds)) else {}
     return fields | {
         "attention_bias": source.attention_bias,
@@ -103,15 +153,7 @@ def _period(kinds: Sequence[str]) -> int | None:
 
 
 def softmax_weights(state: Mapping[str, Tensor], source: Any) -> dict[str, Tensor]:
-    """Return the weights of a Qwen 3.5 of full layers from those of a Qwen 3.
-
-    Args:
-        state: The weights of the source by name, maybe without those of some attention layers.
-        source: Its config.
-
-    Raises:
-        UnsupportedError: A norm weight has too few bits to be stored as w - 1.
-    """
+    """Return the weights of full layers, and of everything outside of attention."""
     found: dict[str, Tensor] = {}
     for name, weight in state.items():
         part = name.partition(".self_attn.")[2]
@@ -138,16 +180,36 @@ def _minus_one(name: str, weight: Tensor) -> Tensor:
     return stored
 
 
-def starting_values(
-    own: Mapping[str, Tensor], source: Any, measured: LayerInputs
+@torch.no_grad()
+def student_weights(
+    state: Mapping[str, Tensor], source: Any, inputs: Mapping[int, LayerInputs]
 ) -> dict[str, Tensor]:
-    """Return the starting values of a recurrent layer in float32, by name within the layer.
+    """Return the weights of a student from those of its source.
 
     Args:
-        own: The weights of the softmax layer in float32, by name within it.
-        source: The config of its model.
-        measured: Its inputs and outputs.
+        state: The weights of the source by name.
+        source: Its config.
+        inputs: Measurements of the layers that become recurrent, by number.
+
+    Raises:
+        UnsupportedError: A norm weight has too few bits to be stored as w - 1.
     """
+    replaced = tuple(f"{part_name(number, 'self_attn')}." for number in inputs)
+    kept = {name: x for name, x in state.items() if not name.startswith(replaced)}
+    found = softmax_weights(kept, source)
+    for prefix, (number, measured) in zip(replaced, inputs.items(), strict=True):
+        own = {k.removeprefix(prefix): x for k, x in state.items() if k.startswith(prefix)}
+        dtype = own["q_proj.weight"].dtype
+        own = {name: x.float() for name, x in own.items()}
+        for name, x in _starting_values(own, source, measured).items():
+            found[f"{part_name(number, PART)}.{name}"] = x.to(dtype).contiguous()
+    return found
+
+
+def _starting_values(
+    own: Mapping[str, Tensor], source: Any, measured: LayerInputs
+) -> dict[str, Tensor]:
+    """Return the starting values of a recurrent layer in float32, by name within the layer."""
     heads, dim = source.num_attention_heads, source.head_dim
     groups = heads // source.num_key_value_heads
     hidden = measured.hidden.float()
@@ -156,26 +218,56 @@ def starting_values(
         w = own[f"{part}_proj.weight"].unflatten(0, (-1, dim))
         w = (w * own[f"{part}_norm.weight"][:, None]).repeat_interleave(repeats, 0)
         # the class normalises queries and keys: their size only places them on SiLU
-        return with_signs(unit_heads(w, hidden)).flatten(0, 1)
+        w = _unit_heads(w, hidden)
+        return torch.stack([w, -w], 1).flatten(0, 2)
 
     v = own["v_proj.weight"].unflatten(0, (-1, dim)).repeat_interleave(SIGNS * groups, 0)
-    v = VALUE_SIZE * unit_heads(v, hidden)
+    v = VALUE_SIZE * _unit_heads(v, hidden)
     qkv = torch.cat([mirrored("q", 1), mirrored("k", groups), v.flatten(0, 1)])
-    rates = spread_rates(SLOWEST, FASTEST, SIGNS * heads).to(qkv)
-    out = own["o_proj.weight"].unflatten(1, (heads, dim))
-    out = out * head_sizes(measured, heads) / SIGNS
+    taps = qkv.new_zeros(len(qkv), 1, CONVOLUTION)
+    taps[..., -1] = 1
+    rates = torch.logspace(math.log2(SLOWEST), math.log2(FASTEST), SIGNS * heads, base=2).to(qkv)
+    sizes = measured.heads.float().unflatten(-1, (heads, -1)).square().mean((0, 2)).sqrt()
+    out = own["o_proj.weight"].unflatten(1, (heads, dim)) * sizes[:, None] / SIGNS
     none = qkv.new_zeros(SIGNS * heads, hidden.shape[1])
     return {
         "in_proj_qkv.weight": qkv,
-        "in_proj_z.weight": constant_projection(hidden, SILU_ONE).expand(SIGNS * heads * dim, -1),
+        "in_proj_z.weight": _constant_projection(hidden, SILU_ONE).expand(SIGNS * heads * dim, -1),
         "in_proj_a.weight": none,
         "in_proj_b.weight": none.clone(),
-        "conv1d.weight": last_tap(len(qkv), CONVOLUTION).to(qkv),
+        "conv1d.weight": taps,
         "A_log": qkv.new_zeros(SIGNS * heads),
         "dt_bias": rates.expm1().log(),  # softplus of it is the rate
         "norm.weight": qkv.new_ones(dim),
         "out_proj.weight": out.repeat_interleave(SIGNS, 1).flatten(1),
     }
+
+
+def _unit_heads(weights: Tensor, hidden: Tensor) -> Tensor:
+    """Return the projections of heads [H, D, M], whose outputs get a root mean square of 1."""
+    return weights / (weights @ hidden.T).square().mean((1, 2)).sqrt()[:, None, None]
+
+
+def _constant_projection(hidden: Tensor, value: float) -> Tensor:
+    """Return the projection whose outputs are closest to a constant, ``[1, M]`` (ridge)."""
+    x = hidden.double()
+    ridge = 1e-3 * len(x) * x.square().mean()
+    gram = x.T @ x + ridge * torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
+    weights: Tensor = torch.linalg.solve(gram, x.sum(0) * value)
+    return weights[None].float()
+
+
+@contextmanager
+def replaced_outputs(student: nn.Module, inputs: Mapping[int, LayerInputs]) -> Iterator[None]:
+    """Context in which the recurrent layers of a student return the outputs of softmax."""
+    layers: dict[int, Any] = dict(recurrent_layers(student))
+    try:
+        for number, layer in layers.items():  # not by hooks: its own forward may need a GPU
+            layer.forward = lambda *args, number=number, **kwargs: inputs[number].out
+        yield
+    finally:
+        for layer in layers.values():
+            vars(layer).pop("forward", None)
 
 
 def state_bytes(config: Any, itemsize: int) -> int:

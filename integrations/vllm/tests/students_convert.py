@@ -1,7 +1,6 @@
 """Write random teachers and their students to a folder: ``python students_convert.py FOLDER``.
 
-It runs with the versions of attnzoo's own tests: the older transformers that vLLM takes normalises
-all groups of heads of a Granite hybrid together, which ``convert`` refuses.
+It runs with the versions of attnzoo's own tests.
 """
 
 import sys
@@ -12,7 +11,7 @@ from models import draw_weights
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import attnzoo
-from attnzoo.hf.stock.recurrent import recurrent_layers
+from attnzoo.hf.stock.gated_delta_net import recurrent_layers
 
 SIZES = {
     "vocab_size": 384,
@@ -29,7 +28,6 @@ SIZES = {
 WINDOWS = attnzoo.AttentionSpec("flash", layers={"0,2": "flash:window=8"})
 STUDENTS = {  # family of the teacher, its heads and their size, what `convert` gets
     "qwen3_5_text": ("qwen3", 2, 64, {"recurrent": "1-2"}),
-    "granitemoehybrid": ("llama", 4, 32, {"recurrent": "1-2"}),
     "qwen2": ("llama", 4, 32, {"plan": WINDOWS}),
 }
 

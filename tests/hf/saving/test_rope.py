@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import attnzoo
 from attnzoo.hf.saving.rope import rope_table
-from attnzoo.hf.stock.card import card
+from attnzoo.hf.stock.convert_files import card
 from tests.helpers import MODEL_SIZES
 
 THETA = 500_000.0

@@ -13,6 +13,7 @@ from attnzoo.cli import main
 from attnzoo.errors import SpecError, UnsupportedError
 from attnzoo.hf.stock import convert as module
 from attnzoo.hf.stock.classes import STOCK_CLASSES, Windows, classes_for
+from attnzoo.hf.stock.convert_files import convert_files
 from tests.helpers import add_noise
 
 W = 5
@@ -324,15 +325,15 @@ def test_a_swapped_folder_has_its_own_plan(tmp_path):
     source = tmp_path / "source"
     save(attnzoo.swap(model_of("llama", vocab_size=384), SOME), source)
     with pytest.raises(SpecError, match="has its own plan"):
-        module.convert_files(source, "ministral", tmp_path / "out", SOME)
-    assert module.convert_files(source, "granite_swa", tmp_path / "out")[1] == "full"
+        convert_files(source, "ministral", tmp_path / "out", SOME)
+    assert convert_files(source, "granite_swa", tmp_path / "out")[1] == "full"
 
 
 def test_a_class_whose_tokenizer_would_be_another_is_refused(tmp_path):
     source = tmp_path / "source"
     save(attnzoo.swap(model_of("llama", vocab_size=384), SOME), source)
     with pytest.raises(UnsupportedError, match="Beside a qwen2 model, transformers loads"):
-        module.convert_files(source, "qwen2", tmp_path / "out")
+        convert_files(source, "qwen2", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
