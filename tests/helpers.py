@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import gc
-import os
-import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -164,22 +161,6 @@ def assert_within(ours: Tensor, plain: Tensor, exact: Tensor, eps: float) -> Non
     budget = 2 * (plain.double() - exact).abs().max() + 4 * eps * exact.abs().max()
     worst = (ours.double() - exact).abs().max()
     assert worst <= budget, f"error {worst:.2e} exceeds {budget:.2e}"
-
-
-def emulate_amx(folder: Path) -> dict[str, str]:
-    """Return variables of a process that compiles C++ kernels without AMX instructions.
-
-    With -O1, which compiles in less time than -O3 and changes no result by more than rounding.
-
-    Args:
-        folder: Where libraries are compiled; created.
-    """
-    folder.mkdir(0o700)
-    script = folder / "compiler"
-    compiler = os.environ.get("CXX", "c++")
-    script.write_text(f'#!/bin/sh\nexec {compiler} "$@" -O1\n', "utf-8")  # the last -O counts
-    script.chmod(0o700)
-    return {"CXX": f"{shlex.quote(str(script))} -DEMULATE_AMX", "ATTNZOO_CACHE": str(folder)}
 
 
 def check_operator(operator: Any, arguments: Iterable[Any], *, trace: bool) -> None:

@@ -1,7 +1,7 @@
 """Run the check of the C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer.
 
 ``python -m tools.sanitize``: once as compiled for this CPU and once without AVX-512, at the same
-time. The second one emulates AMX by plain loops. Exits with 1 and the report of the sanitizers if
+time. Exits with 1 and the report of the sanitizers if
 a kernel reads or writes outside of its memory, has undefined behaviour, computes wrong results, or
 accepts slots, sequences or positions that are outside of the tensors.
 GCC and its sanitizers are needed.
@@ -18,7 +18,7 @@ from pathlib import Path
 COMPILER = "g++"
 SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined"
 REFUSED = "tests/ops/test_refused_values.py"  # what kernels must refuse before they read it
-VARIANTS = {"this CPU": "", "without AVX-512": "-mno-avx512f -DEMULATE_AMX"}
+VARIANTS = {"this CPU": "", "without AVX-512": "-mno-avx512f"}
 
 
 def runtime(name: str) -> str:

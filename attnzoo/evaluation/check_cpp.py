@@ -119,7 +119,7 @@ def _hybrid_step(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, impl: str) -> T
 
 
 BOTH = (torch.float32, torch.float64)
-ALL = (*BOTH, torch.bfloat16)  # of kernels that multiply bfloat16 tensors on AMX
+ALL = (*BOTH, torch.bfloat16)  # of kernels that read bfloat16 tensors in place
 KERNELS = (
     CppKernel("linear", (LINEAR, BAND), _linear, "reference", ALL),
     CppKernel("decoding", (LINEAR_STEP, LINEAR), _linear_step, "reference", BOTH, False),

@@ -45,21 +45,12 @@ def compile_kernels(machine: str, folder: Path) -> list[Path]:
     levels = [level for level in prebuilt.LEVELS if level.machine == machine]
     pairs = [(source, level) for source in kernel_sources() for level in levels]
 
-    def build(pair: tuple[Path, prebuilt.Level]) -> Path | None:
+    def build(pair: tuple[Path, prebuilt.Level]) -> Path:
         source, level = pair
-        if level.header and level.header not in _headers(compiler, source):
-            return None
         library = folder / prebuilt.file_name(source, read_code(source), level)
         command = (compiler, *level.flags, *FLAGS, str(source), "-o", str(library))
         subprocess.run(command, check=True)
         return library
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return [library for library in pool.map(build, pairs) if library is not None]
-
-
-def _headers(compiler: str, source: Path) -> set[str]:
-    """Return the names of the headers that a C++ file includes, also through others."""
-    command = (compiler, f"-I{HEADERS}", "-std=c++17", "-MM", str(source))
-    rule = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return {Path(name).name for name in rule.split()}
+        return list(pool.map(build, pairs))

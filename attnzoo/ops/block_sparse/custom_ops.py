@@ -217,8 +217,6 @@ def _selection_bytes(q: Tensor, k: Tensor, *others: Any) -> int:
 
 def _forward_bytes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> int:
     out = q.new_empty(*q.shape[:3], v.shape[3])
-    if cpp.kernel_dtype(q, k, v) == torch.bfloat16:
-        return cpp.padding_bytes([q, k, v], [out])
     dtype = torch.promote_types(q.dtype, torch.float32)
     written = out.numel()  # in v's type only when the rows are freed
     converted = written * (dtype.itemsize - v.dtype.itemsize)
@@ -228,8 +226,6 @@ def _forward_bytes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> int:
 def _backward_bytes(
     d_out: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any
 ) -> int:
-    if cpp.kernel_dtype(q, k, v) == torch.bfloat16:
-        return cpp.padding_bytes([d_out, out, q, k, v], [q, k, v])
     read = simd_bytes(lse.dtype, d_out, q, k, k, v, v)
     return read + (simd_bytes(lse.dtype, q, k, v) if q.dtype != lse.dtype else 0)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnzoo.ops.flash.call import FlashCall
 from attnzoo.ops.window.blockwise_cpu import LocalOptions
-from attnzoo.ops.window.cpu.band import band_attention_cpp, band_cpp_reasons, uses_amx
+from attnzoo.ops.window.cpu.band import band_attention_cpp, band_cpp_reasons
 from attnzoo.ops.window.pattern import Band
 from attnzoo.ops.window.sinks import split_sinks
 from attnzoo.runtime.derivatives import is_transformed
@@ -19,9 +19,6 @@ FEW_QUERIES_OF_ALL_KEYS = 63  # without a window
 # Multiply-adds, B H T S (D + E), from which on PyTorch's kernels were never faster on AVX-512
 MIN_CAUSAL_PRODUCTS = 2**24  # 128 tokens with 8 heads of 64
 MIN_MASKED_PRODUCTS = 2**25  # bidirectional, with padding or segments
-# Bfloat16 on CPUs with AMX, which PyTorch's kernels use too
-MIN_AMX_PRODUCTS = 2**28  # 512 tokens with 8 heads of 64
-MAX_AMX_SIZES = 128  # D + E
 EXPORTING = "the choice would fix the lengths that the exported program accepts"
 
 
@@ -48,12 +45,7 @@ def _skip_all_keys(x: FlashCall) -> list[str]:
     products = batch * heads * queries * x.k.shape[2] * (size + x.v.shape[3])
     least = MIN_CAUSAL_PRODUCTS if mask.causal else MIN_MASKED_PRODUCTS
     if x.q.dtype in (torch.bfloat16, torch.float16) and _has_amx():
-        if x.q.dtype is torch.float16 or not uses_amx():
-            return [f"this CPU multiplies matrices in {x.q.dtype}, which PyTorch's kernels use"]
-        trains = torch.is_grad_enabled() and any(y.requires_grad for y in (x.q, x.k, x.v))
-        if mask.is_plain and size + x.v.shape[3] > MAX_AMX_SIZES and not trains:
-            return ["PyTorch's kernels are as fast for heads of this size, without gradients"]
-        least = MIN_AMX_PRODUCTS
+        return [f"this CPU multiplies matrices in {x.q.dtype}, which PyTorch's kernels use"]
     if products < least:
         return ["the call is small, and PyTorch's kernels start faster"]
     if not _has_avx512():

@@ -109,8 +109,7 @@ def linear_attention(
         state: Sums over the earlier tokens; ``None`` starts a sequence. Gradients flow through it.
         return_state: Whether to return the state after the last token.
         chunk_size: C, in tokens; ``None`` picks one. T need not be a multiple. ``"triton"`` takes
-            16, 32 or 64, and ``"cpp"`` at most 32, where chunks have at most 16 tokens; for 16 or
-            more, those of bfloat16 tensors have 64 tokens on CPUs with AMX.
+            16, 32 or 64, and ``"cpp"`` at most 32, where chunks have at most 16 tokens.
         eps: Added to the denominator.
         feature_map: Applied to q and k: a name of ``FIXED`` or, with weights, of ``LEARNED`` in
             :mod:`attnzoo.ops.features.functional`, such as ``"elu+1"`` or ``"hedgehog"``.

@@ -39,8 +39,6 @@ class Level(NamedTuple):
         machine: The value of ``platform.machine()``.
         flags: Flags of the compiler.
         needed: Flags that ``/proc/cpuinfo`` lists on such a CPU, separated by spaces.
-        header: Sources that do not include this header have no library of this level, because it
-            would equal that of the next one; ``""`` if all have one.
     """
 
     name: str
@@ -48,18 +46,9 @@ class Level(NamedTuple):
     machine: str
     flags: tuple[str, ...]
     needed: str = ""
-    header: str = ""
 
 
 LEVELS = (  # of a machine, from the widest registers down
-    Level(
-        "amx",
-        "AMX",
-        "x86_64",
-        ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
-        f"{_AVX512} avx512_bf16 amx_tile amx_bf16",
-        header="amx.h",
-    ),
     Level("avx512", "AVX-512", "x86_64", ("-march=x86-64-v4",), _AVX512),
     Level("avx2", "AVX2", "x86_64", ("-march=x86-64-v3",), _AVX2),
     Level("neon", "NEON", "aarch64", ("-march=armv8-a",)),

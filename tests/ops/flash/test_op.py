@@ -222,21 +222,13 @@ def test_compiled_heads_of_unequal_blocks_on_several_threads(threads):
         torch.set_num_threads(before)
 
 
-AMX = {"dtype": torch.bfloat16, "amx": True}  # where PyTorch's kernels multiply in bfloat16
-
-
 @pytest.mark.parametrize(
     ("mask", "options", "impl"),
     [
         (AttentionMask(causal=True), {}, "cpp"),
         (AttentionMask(causal=True), {"dtype": torch.bfloat16}, "cpp"),
         (AttentionMask(causal=True), {"dtype": torch.float16, "amx": True, "length": 512}, "sdpa"),
-        (AttentionMask(causal=True), {**AMX, "length": 511}, "sdpa"),
-        (AttentionMask(causal=True), {**AMX, "length": 512}, "cpp"),
-        (AttentionMask(causal=True), {**AMX, "length": 512, "kernel": False}, "sdpa"),
-        (AttentionMask(causal=True), {**AMX, "length": 512, "size": 96}, "sdpa"),
-        (AttentionMask(causal=True), {**AMX, "length": 512, "size": 96, "trains": True}, "cpp"),
-        (AttentionMask(padding=padding(512, 500)), {**AMX, "length": 512, "size": 96}, "cpp"),
+        (AttentionMask(causal=True), {"dtype": torch.bfloat16, "amx": True, "length": 512}, "sdpa"),
         (AttentionMask(causal=True), {"avx512": False}, "sdpa"),
         (AttentionMask(causal=True), {"length": 127}, "sdpa"),
         (AttentionMask(causal=True, q_offset=900), {"length": 63, "keys": 963}, "sdpa"),
@@ -249,10 +241,8 @@ def test_auto_computes_calls_without_a_window_in_cpp(monkeypatch, mask, options,
     """Where it was measured to be faster; the named implementations support all of them."""
     monkeypatch.setattr(flash_cpp, "_has_avx512", lambda: options.get("avx512", True))
     monkeypatch.setattr(flash_cpp, "_has_amx", lambda: options.get("amx", False))
-    monkeypatch.setattr(flash_cpp, "uses_amx", lambda: options.get("kernel", True))
     length, dtype = options.get("length", 128), options.get("dtype", torch.float32)
     x = torch.randn(3, 1, 8, options.get("keys", length), options.get("size", 64), dtype=dtype)
-    x.requires_grad_("trains" in options)
     q, k, v = x[0, :, :, :length], x[1], x[2]
     assert flash_attention(q, k, v, mask=mask).impl.impl == impl
 

@@ -366,10 +366,7 @@ def test_gradients_of_one_result_for_some_inputs():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("decay", ["none", "token", "channel"])
 def test_16_bit_results_equal_those_in_float32_rounded_once(decay, dtype):
-    """The kernel reads 16-bit inputs exactly, and rounds only its results.
-
-    With small chunks, it does not multiply bfloat16 numbers on AMX tiles, see test_cpp_amx.py.
-    """
+    """The kernel reads 16-bit inputs exactly, and rounds only its results."""
     run, leaves = make_call((1, 4, 2, 50, 20, 24), decay, True, torch.float32, chunk_size=8)
     leaves = [
         x.detach().to(dtype if x.dim() == 4 and i < 3 else x.dtype).requires_grad_()

@@ -192,7 +192,6 @@ def test_16_bit_results_equal_those_in_float32_rounded_once(name, dtype):
     weights = make_weights(name, dtype=torch.float32)
     x = [torch.randn(B, n, 40, m).to(dtype) for n, m in ((H, D), (HKV, D), (HKV, E))]
     options = {"feature_map": name, "map_weights": weights, "normalize": True, "impl": "cpp"}
-    options["chunk_size"] = 8  # larger chunks of bfloat16 numbers are multiplied on AMX tiles
     results = []
     for leaves in (x, [y.float() for y in x]):
         leaves = [y.requires_grad_() for y in leaves]

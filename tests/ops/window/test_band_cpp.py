@@ -109,8 +109,7 @@ def test_equals_the_dense_formula(band, mask):
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("band", BANDS)
 def test_bfloat16_is_as_accurate_as_the_dense_formula(band, mask, mean):
-    """AMX multiplies rounded weights and gradients, where the CPU has it; errors are of all
-    elements, relative to those of the dense formula in bfloat16."""
+    """Errors are of all elements, relative to those of the dense formula in bfloat16."""
     leaves, x, offset, d_out, d_lse = inputs(band, mask)
     leaves = [y.bfloat16() for y in (*leaves[:2], leaves[2] + mean)]
     d_out, d_lse = d_out.bfloat16(), d_lse.bfloat16()
@@ -240,8 +239,6 @@ def test_large_scores_in_bfloat16_select_one_key(scale):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_numbers_of_16_bits_are_those_in_float32(dtype):
-    if dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported():
-        pytest.skip("AMX multiplies weights that are rounded to bfloat16")
     options = LocalOptions(Band(9, 3, 1), False, 0.3)
     x = [draw(B, n, S, m).to(dtype) for n, m in ((4, D), (2, D), (2, E))]
     results = []

@@ -5,8 +5,7 @@
 // several keys are in the lanes of one SIMD vector, so keys are passed in transposed too, in panels
 // of PANEL keys. Online softmax merges the blocks of a query. The reference that it subtracts from
 // scores changes only if a score exceeds it by HEADROOM, so that few sums are rescaled. The result
-// of a query does not depend on the other queries. For tensors of bfloat16 on CPUs with AMX, see
-// attend_amx.h.
+// of a query does not depend on the other queries.
 //
 // One call computes one unit: one key head and the query heads that share it. Scores are base 2.
 // Letters: U units, T queries of a head, G heads, N = G T, S keys, D key size, E value size, F heads
@@ -23,8 +22,6 @@
 #include <immintrin.h>
 #endif
 
-#include "amx.h"
-#include "attend_amx.h"
 #include "checks.h"
 #include "lanes.h"
 #include "pairs.h"
@@ -48,7 +45,7 @@ class Worker : PairLists, Math<Real> {
 
   public:
     Worker(const Task& task, const Tensors<Real>& tensors, int64_t unit)
-        : PairLists(task, unit, false), x(tensors), lanes_((size_ + LANES - 1) / LANES * LANES),
+        : PairLists(task, unit), x(tensors), lanes_((size_ + LANES - 1) / LANES * LANES),
           panels_((task.keys + PANEL - 1) / PANEL), p_(GROUP * lanes_), dp_(GROUP * lanes_),
           unused_(std::max(t.key_size, t.value_size) + PANEL), sums_(tile_ * LANES), max_(tile_),
           k_rows_(lanes_), v_rows_(lanes_) {
@@ -305,29 +302,6 @@ static int64_t run(const Task& task, const Tensors<Real>& tensors, Pass pass) {
 EXPORT(float)
 EXPORT(double)
 
-template <class Pass>
-static int64_t run_amx(const Task& task, const Tensors<float>& words, bool is_backward, Pass pass) {
-    if (!task.are_lengths_inside()) return REFUSED;
-    in_threads(task.units, task.threads, [&](int64_t unit) {
-        const Amx amx;
-        AmxWorker worker(task, words, unit, is_backward);
-        (worker.*pass)();
-    });
-    return ACCEPTED;
-}
-
-// All are refused if real keys or queries are outside of the tensors.
-
-extern "C" int64_t sparse_forward_bfloat16(const Task* task, const Tensors<float>* words) {
-    return run_amx(*task, *words, false, &AmxWorker::forward);
-}
-
-extern "C" int64_t sparse_backward_bfloat16(const Task* task, const Tensors<float>* words) {
-    return run_amx(*task, *words, true, &AmxWorker::backward);
-}
-
-extern "C" int64_t has_amx() { return Amx::is_available(); }
-
 // -- selection ---------------------------------------------------------------------------------
 
 // How a block is scored, as in ops/block_sparse/selection.py.
@@ -342,7 +316,6 @@ struct BestTask {
     int64_t first;                   // candidates are blocks from first on
     int64_t score;
     int64_t q_type;            // a value of Type
-    int64_t use_amx;           // 1: scores are products of bfloat16 numbers, two per factor
     double scale;              // multiplies query-key products
     const char* q;             // [units, I, M, D]
     const float* weights;      // [units, I, M], of the heads of an indexer
@@ -353,41 +326,7 @@ struct BestTask {
     int32_t* out;              // [units, M, kept]: sorted; NO_BLOCK after the last
 
     FIELDS(threads, units, shared, heads, queries, size, blocks, pitch, kept, units_per_range,
-           first, score, q_type, use_amx, scale, q, weights, summary, end, begin, stop, out)
-};
-
-// Summaries as sums of two numbers of bfloat16, whose relative error is 2^-17.
-class SummaryWords : Tiles<float> {
-    std::vector<float> words_;
-    const int64_t size_;  // words of the first or second numbers of the summaries of a unit
-
-  public:
-    explicit SummaryWords(const BestTask& t, int64_t depth)
-        : size_((depth + 31) / 32 * 16 * t.pitch) {
-        if (!t.use_amx) return;
-        const int64_t count = t.units / t.shared;
-        words_.resize(2 * count * size_);
-        in_threads(count, t.threads, [&](int64_t i) {
-            const float* columns = t.summary + i * depth * t.pitch;
-            float* out = words_.data() + 2 * i * size_;
-            for (int64_t z = 0; z < depth; z += 2, columns += 2 * t.pitch, out += t.pitch)
-                for (int64_t j = 0; j < t.pitch; j += LANES) {
-                    const Reals first = load(columns + j);
-                    const Reals second = z + 1 < depth ? load(columns + t.pitch + j) : Reals{};
-                    store(out + j, Amx::pairs(first, second));
-                    store(out + size_ + j, Amx::pairs(first - rounded(first),
-                                                      second - rounded(second)));
-                }
-        });
-    }
-
-    // Return the first numbers, or the rest, [Z / 2, pitch] in pairs; Z is a multiple of 32.
-    const float* of(int64_t unit, int rest) const {
-        return words_.data() + (2 * unit + rest) * size_;
-    }
-
-    // x rounded to bfloat16.
-    static Reals rounded(Reals x) { return (Reals)((Ints)Amx::pairs(x, x) & (int)0xffff0000); }
+           first, score, q_type, scale, q, weights, summary, end, begin, stop, out)
 };
 
 // Processes QUERIES queries at a time, so that their scores stay in the cache.
@@ -402,12 +341,11 @@ class Selector : Tiles<float> {
         return task.score == MEAN || task.score == INDEXER ? task.size : 2 * task.size;
     }
 
-    Selector(const BestTask& task, const SummaryWords& words)
-        : t(task), words_(words), is_indexer_(task.score == INDEXER), depth_(depth(task)),
+    explicit Selector(const BestTask& task)
+        : t(task), is_indexer_(task.score == INDEXER), depth_(depth(task)),
           padded_((depth_ + 31) / 32 * 32),
-          buffer_(QUERIES * (2 * padded_ + (1 + is_indexer_) * task.pitch) + 64),
+          buffer_(QUERIES * (padded_ + (1 + is_indexer_) * task.pitch) + 64),
           features_(buffer_.take(QUERIES * padded_)),
-          feature_words_(buffer_.take(QUERIES * padded_)),
           scores_(buffer_.take(QUERIES * task.pitch)),
           products_(is_indexer_ ? buffer_.take(QUERIES * task.pitch) : scores_),
           keys_(task.blocks + 2 * GROUPS),
@@ -452,24 +390,8 @@ class Selector : Tiles<float> {
 
     // Multiply features with the first `width` summaries of a key head.
     void multiply(int64_t unit, int64_t rows, int64_t width) {
-        if (!t.use_amx) {
-            product(products_, t.pitch, rows, features_, padded_, 1,
-                    t.summary + unit * depth_ * t.pitch, t.pitch, width, depth_);
-            return;
-        }
-        const int64_t half = padded_ / 2;
-        float* rest = feature_words_ + QUERIES * half;
-        Amx::round_row(features_, rows * padded_, feature_words_);
-        for (int64_t i = 0; i < rows * padded_; i += LANES) {
-            const Reals x = load(features_ + i);
-            store(features_ + i, x - SummaryWords::rounded(x));
-        }
-        Amx::round_row(features_, rows * padded_, rest);
-        const float *summaries = words_.of(unit, 0), *summary_rest = words_.of(unit, 1);
-        Amx::add_products<false, 3>(products_, t.pitch, rows, width,
-                                    {{feature_words_, half, summaries, t.pitch, padded_},
-                                     {feature_words_, half, summary_rest, t.pitch, padded_},
-                                     {rest, half, summaries, t.pitch, padded_}});
+        product(products_, t.pitch, rows, features_, padded_, 1,
+                t.summary + unit * depth_ * t.pitch, t.pitch, width, depth_);
     }
 
     // Add the contribution of a head of the indexer to the scores of a query.
@@ -512,13 +434,11 @@ class Selector : Tiles<float> {
     };
 
     const BestTask& t;
-    const SummaryWords& words_;
     const bool is_indexer_;
     const int64_t depth_, padded_;  // Z, and Z rounded up to a multiple of 32
     Buffer<float> buffer_;
     int32_t guess_ = INT32_MAX;        // bound that about t.kept sort keys reach
     float *features_;                  // [QUERIES, Z]
-    float *feature_words_;             // [2, QUERIES, Z / 2]: features as sums of two numbers
     float *scores_;                    // [QUERIES, pitch]
     float* products_;                  // of a head of the indexer, [QUERIES, pitch]
     // Sort keys, which are integers in the order of the scores, and their blocks
@@ -735,21 +655,14 @@ class Selector : Tiles<float> {
 extern "C" void select_best(const BestTask* task) {
     const int64_t part_size = 16 * Selector::QUERIES, m = task->queries;
     const int64_t parts = (m + part_size - 1) / part_size;
-    const SummaryWords words(*task, Selector::depth(*task));
-    const auto select_part = [&](int64_t part) {
+    in_threads(task->units * parts, task->threads, [&](int64_t part) {
         const FlushDenormals flush;
-        Selector selector(*task, words);
+        Selector selector(*task);
         const int64_t first = part % parts * part_size, last = std::min(first + part_size, m);
         for (int64_t i = first; i < last; i += Selector::QUERIES)
             selector.run(part / parts, i, std::min(i + Selector::QUERIES, last));
-    };
-    in_threads(task->units * parts, task->threads, [&](int64_t part) {
-        if (!task->use_amx) return select_part(part);
-        const Amx amx;
-        select_part(part);
     });
 }
 
-CALLED_FROM_PYTHON(sparse_forward_float, sparse_forward_double, sparse_forward_bfloat16,
-                   sparse_backward_float, sparse_backward_double, sparse_backward_bfloat16, has_amx,
-                   select_best)
+CALLED_FROM_PYTHON(sparse_forward_float, sparse_forward_double, sparse_backward_float,
+                   sparse_backward_double, select_best)

@@ -1,7 +1,6 @@
 """Block-sparse attention in C++, for CPUs: ``impl="cpp"``.
 
-See ``block_sparse.cpp`` and ``attnzoo/runtime/cpp``. On CPUs with AMX the kernel reads and writes
-bfloat16 tensors, and rounds weights to bfloat16. Otherwise it reads copies in float32 or float64.
+See ``block_sparse.cpp`` and ``attnzoo/runtime/cpp``. The kernel reads copies in float32 or float64.
 Other letters: U = B Hkv units, N = G T, M query blocks, K selected blocks, A heads with a selection
 of their own.
 """
@@ -9,7 +8,6 @@ of their own.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -27,8 +25,6 @@ from attnzoo.runtime.memory import DTYPE_NUMBERS, TYPE_NAMES, empty_huge_pages, 
 PANEL = 32  # keys of a panel, as in the kernel
 COLUMNS = 16  # a multiple of these is computed at a time
 SCORE_NAMES = ("mean", "moments", "bounds", "indexer")  # numbered in the kernel
-WORDS = 32  # a multiple of these elements is computed at a time in bfloat16
-SPARSE_TYPE_NAMES = {**TYPE_NAMES, torch.bfloat16: "bfloat16"}
 
 
 class _Task(ctypes.Structure):
@@ -52,7 +48,7 @@ class _BestTask(ctypes.Structure):
         *cpp.fields(
             ctypes.c_int64,
             "threads units shared heads queries size blocks pitch kept units_per_range first score "
-            "q_type use_amx",
+            "q_type",
         ),
         ("scale", ctypes.c_double),
         *cpp.fields(ctypes.c_void_p, "q weights summary end begin stop out"),
@@ -64,12 +60,9 @@ BLOCK_SPARSE = cpp.Source(
     {
         f"sparse_{direction}_{name}": Function((_Task, _Tensors), ctypes.c_int64)
         for direction in ("forward", "backward")
-        for name in SPARSE_TYPE_NAMES.values()
+        for name in TYPE_NAMES.values()
     }
-    | {
-        "has_amx": Function(result=ctypes.c_int64),
-        "select_best": Function((_BestTask,)),
-    },
+    | {"select_best": Function((_BestTask,))},
 )
 
 
@@ -127,7 +120,6 @@ def best_blocks(queries: Tensor, summary: Tensor, allowed: Candidates, call: Spa
         first=allowed.first,
         score=SCORE_NAMES.index(call.selection.score),
         q_type=DTYPE_NUMBERS[queries.dtype],
-        use_amx=int(call.k.dtype == torch.bfloat16 and has_amx()),
         scale=call.scale,
         q=queries.data_ptr(),
         weights=weights.data_ptr(),
@@ -147,8 +139,8 @@ class CppTensors:
     def __init__(self, x: SparseTensors) -> None:
         batch, _, length, _ = x.q.shape
         key_heads, keys = x.k.shape[1:3]
-        dtype = kernel_dtype(x.q, x.k, x.v)
-        self.x, self.dtype, self.type_name = x, dtype, SPARSE_TYPE_NAMES[dtype]
+        dtype = torch.promote_types(x.q.dtype, torch.float32)
+        self.x, self.dtype = x, dtype
         self.q = _rows(x.q, dtype)
         self.k, self.v = (_rows(_align_left(y, x.lengths), dtype) for y in (x.k, x.v))
         full = torch.tensor([keys, length]).expand(batch, 2)
@@ -181,12 +173,9 @@ class CppTensors:
             selected=self.selected.data_ptr(),
         )
 
-    def panels(self, name: str) -> dict[str, Tensor]:
-        """Return keys or values in panels, by the name of their argument; not in bfloat16."""
-        if self.dtype == torch.bfloat16:
-            return {}
-        rows: Tensor = getattr(self, name)
-        return {f"{name}_panels": _panels(rows, self.task.units, self.task.keys)}
+    def panels(self, rows: Tensor) -> Tensor:
+        """Return keys or values in panels."""
+        return _panels(rows, self.task.units, self.task.keys)
 
     def run(self, direction: str, **tensors: Tensor) -> None:
         """Call the kernel of a direction.
@@ -194,9 +183,9 @@ class CppTensors:
         Raises:
             UnsupportedError: Lengths do not fit the keys and queries.
         """
-        given = {"q": self.q, "k": self.k, "v": self.v, **self.panels("k"), **tensors}
+        given = {"q": self.q, "k": self.k, "v": self.v, "k_panels": self.panels(self.k), **tensors}
         pointers = _Tensors(**{name: x.data_ptr() for name, x in given.items()})
-        function = getattr(cpp.load(BLOCK_SPARSE), f"sparse_{direction}_{self.type_name}")
+        function = getattr(cpp.load(BLOCK_SPARSE), f"sparse_{direction}_{TYPE_NAMES[self.dtype]}")
         if function(self.task, pointers):
             raise UnsupportedError(
                 f"rows must have at most {self.task.keys} real keys, and at most as many real "
@@ -206,32 +195,11 @@ class CppTensors:
             )
 
 
-def has_amx() -> bool:
-    """Return whether the kernel is available and multiplies bfloat16 matrices."""
-    return not cpp.unavailable_reason(BLOCK_SPARSE) and bool(cpp.load(BLOCK_SPARSE).has_amx())
-
-
-def kernel_dtype(*tensors: Tensor) -> torch.dtype:
-    """Return the dtype in which the kernel reads tensors: bfloat16 only on CPUs with AMX."""
-    if {x.dtype for x in tensors} == {torch.bfloat16} and has_amx():
-        return torch.bfloat16
-    return torch.promote_types(tensors[0].dtype, torch.float32)
-
-
-def padding_bytes(read: Sequence[Tensor], written: Sequence[Tensor]) -> int:
-    """Return the bytes that the padding of bfloat16 rows takes: copies of what the kernel reads."""
-    rows = [(x.shape[:-1].numel(), x.shape[-1], -x.shape[-1] % WORDS) for x in (*read, *written)]
-    copies = sum(count * size for count, size, padding in rows[: len(read)] if padding)
-    paddings = sum(count * padding for count, _, padding in rows)
-    return (copies + paddings) * torch.bfloat16.itemsize
-
-
 def forward(x: SparseTensors) -> tuple[Tensor, Tensor]:
     """Return the output ``[B, H, T, E]`` and the base-2 log-sum-exp, ``[B, H, T, 1]``."""
     tensors = CppTensors(x)
     out = empty_huge_pages(tensors.v, (len(tensors.q), tensors.v.shape[1]))
-    lse_dtype = torch.promote_types(tensors.dtype, torch.float32)
-    lse = empty_huge_pages(tensors.v, (len(tensors.q), 1), lse_dtype)
+    lse = empty_huge_pages(tensors.v, (len(tensors.q), 1))
     tensors.run("forward", out=out, lse=lse)
     del tensors  # before rows are copied without padding
     shape = x.q.shape[:3]
@@ -243,16 +211,15 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v; see :func:`gather.backward`."""
     tensors = CppTensors(x)
-    given = {"lse": lse.contiguous(), "d_out": _rows(d_out, tensors.dtype)}
-    if tensors.dtype == torch.bfloat16:  # the kernel computes delta, and writes every gradient
-        given["out"] = _rows(out, tensors.dtype)
-    else:
-        given["delta"] = row_products(d_out, out, lse.dtype).contiguous()
+    given = {
+        "lse": lse.contiguous(),
+        "d_out": _rows(d_out, tensors.dtype),
+        "delta": row_products(d_out, out, lse.dtype).contiguous(),
+        "v_panels": tensors.panels(tensors.v),
+    }
     names = {"dq": tensors.q, "dk": tensors.k, "dv": tensors.v}
-    rows = {name: empty_huge_pages(y, y.shape) for name, y in names.items()}
-    if tensors.dtype != torch.bfloat16:
-        rows = {name: y.zero_() for name, y in rows.items()}
-    tensors.run("backward", **tensors.panels("v"), **given, **rows)
+    rows = {name: empty_huge_pages(y, y.shape).zero_() for name, y in names.items()}
+    tensors.run("backward", **given, **rows)
     del tensors, given, names
     gradients = []
     for gradient, like in zip(rows.values(), (x.q, x.k, x.v), strict=True):
@@ -264,8 +231,6 @@ def backward(
 def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``[B, H, T, D]`` as contiguous rows ``[B H T, D]`` padded to vectors."""
     rows = x.to(dtype).contiguous().flatten(0, 2)
-    if dtype == torch.bfloat16 and rows.shape[1] % WORDS:
-        return torch.nn.functional.pad(rows, (0, -rows.shape[1] % WORDS))
     return pad_to_simd(rows).contiguous()
 
 

@@ -17,7 +17,6 @@
 #include "layout.h"
 
 constexpr int GROUP = 32;              // pairs of a query and a block that are processed together
-constexpr int NEAR_KEYS = 128;         // most keys of a window that are processed together
 constexpr int64_t LEAST_TILE = 256, MOST_TILE = 4096;  // queries of a tile
 constexpr double MASKED_SCORE = -1e30;  // below every score
 constexpr double HEADROOM = 32;        // by which scores may exceed the reference
@@ -79,12 +78,10 @@ inline bool any_lane(typename Vectors<Real>::Ints mask) {
 // The pairs of the queries of one unit, for a tile of queries at a time.
 class PairLists {
   protected:
-    // If `selected_only`, the lists contain selected blocks only, not windows and first tokens.
-    PairLists(const Task& task, int64_t unit, bool selected_only)
+    PairLists(const Task& task, int64_t unit)
         : t(task), unit_(unit), n_(task.lengths[unit / task.key_heads]),
           count_(task.counts[unit / task.key_heads]), size_((int)task.block_size),
-          tile_(queries_per_tile(task)), selected_only_(selected_only),
-          starts_(task.keys / task.block_size + 3) {}
+          tile_(queries_per_tile(task)), starts_(task.keys / task.block_size + 3) {}
 
     const Task& t;
     const int64_t unit_, n_, count_;  // real keys and queries of the row
@@ -120,27 +117,6 @@ class PairLists {
         }
     }
 
-    // Call work(key, size, pairs, count) for the windows and first tokens of up to GROUP
-    // consecutive queries at a time: `size` keys from `key` on, and pairs with parts of them.
-    template <class Work>
-    void for_each_near_group(int64_t first, int queries, Work work) {
-        const int64_t sinks = std::min(t.num_sinks, n_), start = n_ - t.queries + first;
-        const auto split = [&](auto keys_of) {
-            for (int i = 0; i < queries; i += GROUP) {
-                Range ranges[GROUP];
-                const int count = std::min(GROUP, queries - i);
-                for (int r = 0; r < count; ++r) {
-                    const Range window = window_of(start + i + r);
-                    if (window.low < window.high) ranges[r] = keys_of(window);
-                }
-                split_ranges(i, count, ranges, work);
-            }
-        };
-        split([&](Range window) { return Range{0, std::min(sinks, window.low)}; });
-        split([](Range window) { return window; });
-        if (!t.causal) split([&](Range window) { return Range{window.high, sinks}; });
-    }
-
     // Prefetch a row into the L2 cache. Always inlined, because GCC 12 treats a function that only
     // prefetches as one without side effects, and removes its calls.
     template <class Real>
@@ -153,7 +129,6 @@ class PairLists {
         int64_t low = 0, high = 0;  // keys low to high - 1
     };
 
-    const bool selected_only_;
     std::vector<Pair> sorted_;
     std::vector<int64_t> starts_;  // first pair of each block, in sorted_
 
@@ -177,26 +152,6 @@ class PairLists {
     }
 
     static int64_t floor_div(int64_t a, int64_t b) { return a >= 0 ? a / b : -((b - 1 - a) / b); }
-
-    // Call work for NEAR_KEYS keys of the ranges of `count` queries at a time.
-    template <class Work>
-    static void split_ranges(int query, int count, const Range* ranges, Work work) {
-        int64_t from = INT64_MAX, to = 0;
-        for (int r = 0; r < count; ++r)
-            if (ranges[r].low < ranges[r].high)
-                from = std::min(from, ranges[r].low), to = std::max(to, ranges[r].high);
-        for (; from < to; from += NEAR_KEYS) {
-            const int size = (int)std::min<int64_t>(NEAR_KEYS, to - from);
-            Pair pairs[GROUP];
-            int number = 0;
-            for (int r = 0; r < count; ++r) {
-                const int64_t low = std::clamp<int64_t>(ranges[r].low - from, 0, size);
-                const int64_t high = std::clamp<int64_t>(ranges[r].high - from, 0, size);
-                if (low < high) pairs[number++] = {query + r, (int32_t)low, (int32_t)high};
-            }
-            if (number) work(from, size, pairs, number);
-        }
-    }
 
     // Sort the pairs of queries first to first + queries - 1 of a head by block.
     void sort_pairs(int64_t group, int64_t first, int queries) {
@@ -222,7 +177,7 @@ class PairLists {
         for (int i = 0; i < queries; ++i) {
             const int64_t position = start + first + i;
             if (position < n_ - count_) continue;
-            if (!selected_only_) visit_near_pairs(i, window_of(position), visit);
+            visit_near_pairs(i, window_of(position), visit);
             const int64_t block = floor_div(position, t.query_block) - first_block;
             const int32_t* own = selected + block * t.selected_blocks;
             for (int64_t j = 0; j < t.selected_blocks && own[j] != NO_BLOCK; ++j) {

@@ -21,7 +21,7 @@ from attnzoo.runtime import cpp
 from attnzoo.runtime.cpp.layout import Function
 from attnzoo.runtime.memory import TYPE_NAMES, Rows, rows_of, with_contiguous_rows
 
-KERNEL_CHUNK = 16  # the largest chunk, except on AMX tiles; CHUNK of linear.cpp
+KERNEL_CHUNK = 16  # the largest chunk; CHUNK of linear_chunk.h
 SPAN = 512  # tokens between the states that the forward pass keeps; SPAN of linear_chunk.h
 BUNDLE = 128  # sequences that begin in as many tokens are computed together; BUNDLE there
 

@@ -17,7 +17,7 @@
 // reads    tensors of any floating type in place, with stride 1 in the last dimension
 // writes   out, the state after the last token, and for the backward pass one state per SPAN tokens;
 //          nothing for tokens outside of sequences
-// limits   chunk at most CHUNK; linear_amx.h has larger chunks for bfloat16 on CPUs with AMX
+// limits   chunk at most CHUNK
 // oracle   linear_attention(impl="reference"), float64 included
 //
 // Letters: B batch, H key heads, G query heads per key head, T tokens, D features, E value size,
@@ -31,17 +31,13 @@
 #include <vector>
 
 #include "feature_maps.h"
-#include "linear_amx.h"
 #include "linear_chunk.h"
 #include "threads.h"
 
 template <class Real>
-class LinearAttention : protected TokenChunk<Real, CHUNK> {
-  public:
-    struct Memory {};  // of a call; not needed, see AmxAttention
-
+class LinearAttention : protected TokenChunk<Real> {
   protected:
-    using Base = TokenChunk<Real, CHUNK>;
+    using Base = TokenChunk<Real>;
     using typename Tiles<Real>::Reals;
     using typename Tiles<Real>::Ints;
     using Tiles<Real>::LANES, Tiles<Real>::load, Tiles<Real>::store, Tiles<Real>::broadcast;
@@ -246,8 +242,8 @@ class LinearForward : public ForwardLoops<LinearForward<Real>, LinearAttention<R
     Real *kv_, *z_, *out_;  // [D, P], [D]: the state before the chunk; [G CHUNK, P]
 
   public:
-    LinearForward(typename Base::Memory&, const Task<Real>& task, int64_t head, int64_t group,
-                  int64_t groups, int64_t column, int64_t columns)
+    LinearForward(const Task<Real>& task, int64_t head, int64_t group, int64_t groups,
+                  int64_t column, int64_t columns)
         : Loops(task, head, group, groups, column, columns),
           buffer_(size_ * (width_ + 1) + rows_ * width_), kv_(buffer_.take(size_ * width_)),
           z_(buffer_.take(size_)), out_(buffer_.take(rows_ * width_)) {}
@@ -378,8 +374,7 @@ class LinearBackward : public BackwardLoops<LinearBackward<Real>, LinearAttentio
     Real* d_given_;                            // of queries or keys before the feature map
 
   public:
-    LinearBackward(typename Base::Memory&, const Task<Real>& task, const Gradients<Real>& out,
-                   int64_t head)
+    LinearBackward(const Task<Real>& task, const Gradients<Real>& out, int64_t head)
         : Loops(out, task, head, 0, task.groups, 0, task.value_size), d_state_(size_, width_),
           buffer_(rows_ * (width_ + CHUNK + 2 * size_ + 1) + 4 * CHUNK * width_ + 3 * keys_ +
                   size_ + CHUNK + given_),
@@ -799,7 +794,6 @@ static void compute_states(const Task<Real>& t, const std::vector<DividedSequenc
     const int64_t size = by_channels ? t.key_size : t.value_size;
     const int64_t panels = std::min(pad(size) / 16, most_pieces);
     const int64_t panel = pad((size + panels - 1) / panels);
-    typename Forward::Memory memory;
     in_threads((int64_t)divided.size() * t.heads * panels, t.threads, [&](int64_t i) {
         const FlushDenormals flush;
         const DividedSequence& d = divided[i / panels / t.heads];
@@ -810,7 +804,7 @@ static void compute_states(const Task<Real>& t, const std::vector<DividedSequenc
         const int64_t index = d.sequence.number * t.heads + head;
         const Task<Real> part = by_channels ? select_channels(t, first, count) : t;
         Real* kv = states + (d.states + head * ((int64_t)d.cuts.size() - 2)) * step;
-        Forward(memory, part, head, 0, 1, column, by_channels ? t.value_size : count)
+        Forward(part, head, 0, 1, column, by_channels ? t.value_size : count)
             .compute_states(d.sequence, d.cuts,
                             t.kv ? t.kv + index * matrix + channel * t.value_size : nullptr,
                             t.z ? t.z + index * t.key_size + channel : nullptr,
@@ -874,12 +868,11 @@ static void forward(const Task<Real>& t) {
     const int64_t state_size = t.key_size * (t.value_size + 1);
     std::vector<Real> before(states * state_size);  // before parts of divided sequences
     if (states) compute_states<Forward>(t, divided, most_pieces, before.data());
-    typename Forward::Memory memory;
     in_threads((int64_t)pieces.size() * t.heads, t.threads, [&](int64_t i) {
         const FlushDenormals flush;
         const ForwardPiece& p = pieces[i / t.heads];
         const int64_t head = i % t.heads;
-        Forward pass(memory, t, head, p.group, p.groups, p.column, p.columns);
+        Forward pass(t, head, p.group, p.groups, p.column, p.columns);
         for (int64_t number = p.bundle.first; number < p.bundle.last; ++number) {
             const Sequence s = t.sequence(number);
             if (s.length() || t.last_kv) pass.run(s, s.first, s.end, nullptr);
@@ -935,11 +928,10 @@ static void backward(const Task<Real>& t, const Gradients<Real>& out) {
             if (ends[p] < ends[p + 1])
                 pieces.push_back({{s.number, s.number}, ends[p], ends[p + 1]});
     }
-    typename Backward::Memory memory;
     in_threads((int64_t)pieces.size() * t.heads, t.threads, [&](int64_t i) {
         const FlushDenormals flush;
         const BackwardPiece& p = pieces[i / t.heads];
-        Backward pass(memory, t, out, i % t.heads);
+        Backward pass(t, out, i % t.heads);
         Sequence with_tokens;
         for (int64_t number = p.bundle.last; number >= p.bundle.first; --number) {
             const Sequence s = t.sequence(number);
@@ -956,7 +948,7 @@ static void backward(const Task<Real>& t, const Gradients<Real>& out) {
 
 extern "C" int64_t linear_forward_float(const Task<float>* task) {
     if (!task->are_sequences_inside()) return REFUSED;
-    uses_amx(*task) ? forward<AmxForward>(*task) : forward<LinearForward<float>>(*task);
+    forward<LinearForward<float>>(*task);
     return ACCEPTED;
 }
 extern "C" int64_t linear_forward_double(const Task<double>* task) {
@@ -966,8 +958,7 @@ extern "C" int64_t linear_forward_double(const Task<double>* task) {
 }
 extern "C" int64_t linear_backward_float(const Task<float>* task, const Gradients<float>* out) {
     if (!task->are_sequences_inside()) return REFUSED;
-    uses_amx(*task) ? backward<AmxBackward>(*task, *out)
-                    : backward<LinearBackward<float>>(*task, *out);
+    backward<LinearBackward<float>>(*task, *out);
     return ACCEPTED;
 }
 extern "C" int64_t linear_backward_double(const Task<double>* task, const Gradients<double>* out) {

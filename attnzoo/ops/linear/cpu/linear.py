@@ -2,8 +2,7 @@
 
 The forward pass keeps the state before every 512th token for the backward pass, which computes the
 states in between again. Tensors are read and written in their own dtypes; sums have the dtype of
-the state. On CPUs with AMX, products of bfloat16 tensors take features and scores rounded to
-bfloat16, unless decays differ between key channels.
+the state.
 
 Other letters: B rows, N rows of a map's matrix, S sequences (or rows, if each row is one).
 """

@@ -67,14 +67,10 @@ struct Task {
         return {number, 0, starts[number], starts[number] + lengths[number]};
     }
 
-    // Return the number of tokens of all sequences, and add up those that are not empty.
-    int64_t count_tokens(int64_t* not_empty = nullptr) const {
-        int64_t total = starts ? 0 : batch * tokens, count = starts ? 0 : batch;
-        for (int64_t i = 0; starts && i < batch; ++i) {
-            total += lengths[i];
-            count += lengths[i] > 0;
-        }
-        if (not_empty) *not_empty = count;
+    // Return the number of tokens of all sequences.
+    int64_t count_tokens() const {
+        int64_t total = starts ? 0 : batch * tokens;
+        for (int64_t i = 0; starts && i < batch; ++i) total += lengths[i];
         return total;
     }
 
@@ -126,8 +122,8 @@ struct Needed {
           decay(t.decays && out.d_log_decay.data), state(k || v || decay || out.d_kv) {}
 };
 
-// At most SIZE consecutive tokens of a key head, which end where their sequence ends.
-template <class Real, int SIZE>
+// At most CHUNK consecutive tokens of a key head, which end where their sequence ends.
+template <class Real>
 class TokenChunk : protected Tiles<Real>, protected Rows<Real> {
   protected:
     using typename Tiles<Real>::Reals;
@@ -140,14 +136,12 @@ class TokenChunk : protected Tiles<Real>, protected Rows<Real> {
     const int64_t head_;
     const int64_t group_, groups_;    // the first query head, and how many
     const int64_t column_, columns_;  // the first column of values, and how many
-    const int64_t limit_;             // tokens, at most SIZE
-
-    static constexpr int LONGEST = SIZE;
+    const int64_t limit_;             // tokens, at most CHUNK
 
     // Rows of buffers after the chunk's last token are zero
-    bool is_token_[SIZE];
+    bool is_token_[CHUNK];
     int64_t start_ = 0;
-    int next_ = SIZE;     // distance to the chunk that is computed next, in tokens
+    int next_ = CHUNK;     // distance to the chunk that is computed next, in tokens
     int count_ = 0;       // tokens
 
     TokenChunk(const Task<Real>& task, int64_t head, int64_t group, int64_t groups, int64_t column,
@@ -176,14 +170,14 @@ class TokenChunk : protected Tiles<Real>, protected Rows<Real> {
     void begin(int64_t start) {
         start_ = start;
         count_ = count_tokens(start);
-        for (int i = 0; i < SIZE; ++i) is_token_[i] = i < count_;
+        for (int i = 0; i < CHUNK; ++i) is_token_[i] = i < count_;
     }
 
     // Load the chunk's rows of a tensor, and prefetch those of the chunk that is computed next.
     void load_rows(const Tensor& tensor, int64_t head, int64_t column, int64_t size,
                    int64_t padded, Real factor, Real* out) const {
-        load_block(tensor, head, column, size, padded, factor, 0, SIZE, out);
-        prefetch_next(tensor, head, column, size, 0, SIZE);
+        load_block(tensor, head, column, size, padded, factor, 0, CHUNK, out);
+        prefetch_next(tensor, head, column, size, 0, CHUNK);
     }
 
     // Load the rows `first` to `end` - 1 of a chunk.
@@ -226,63 +220,33 @@ class TokenChunk : protected Tiles<Real>, protected Rows<Real> {
 
     // Multiply the decays of tokens, with one decay per token: from the chunk's start to each token
     // (`before`), from each token to the end (`after`), and from token j to token i (`pairs`,
-    // [SIZE, SIZE]; 0 for j > i, and unchanged in later blocks of tokens). Log decays are summed in
-    // float64, and not as differences of longer sums, which would cancel for Real = double.
+    // [CHUNK, CHUNK]; 0 for j > i). Log decays are summed in float64, and not as differences of
+    // longer sums, which would cancel for Real = double.
     void multiply_decays(Real* before, Real* after, Real* pairs) const {
-        Real given[SIZE], logs[SIZE * DECAY_BLOCK];
-        double sums[SIZE], sum = 0, between[DECAY_BLOCK];
+        Real given[CHUNK], logs[CHUNK * CHUNK];
+        double sum = 0, between[CHUNK];
         load_rows(t.log_decay, head_, 0, 1, 1, Real(1), given);
-        for (int i = 0; i < SIZE; ++i) {
-            const int row = i % DECAY_BLOCK;
+        for (int i = 0; i < CHUNK; ++i) {
             const double log = given[i] < LOWEST_LOG_DECAY ? LOWEST_LOG_DECAY : (double)given[i];
-            sums[i] = sum += log;
-            before[i] = Real(sum);
-            for (int j = 0; j < DECAY_BLOCK; ++j) {
-                between[j] = j < row ? between[j] + log : 0;
-                logs[i * DECAY_BLOCK + j] = Real(between[j]);
+            before[i] = Real(sum += log);
+            for (int j = 0; j < CHUNK; ++j) {
+                between[j] = j < i ? between[j] + log : 0;
+                logs[i * CHUNK + j] = Real(between[j]);
             }
         }
         sum = 0;
-        for (int i = SIZE - 1; i >= 0; --i) {
+        for (int i = CHUNK - 1; i >= 0; --i) {
             after[i] = Real(sum);
             sum += given[i] < LOWEST_LOG_DECAY ? LOWEST_LOG_DECAY : (double)given[i];
         }
-        for (int w = 0; w < SIZE; w += LANES) {
+        for (int w = 0; w < CHUNK; w += LANES) {
             store(before + w, exp(load(before + w)));
             store(after + w, exp(load(after + w)));
         }
-        for (int i = 0; i < SIZE; ++i)
-            for (int w = 0; w < DECAY_BLOCK; w += LANES) {
-                const Reals product = exp(load(logs + i * DECAY_BLOCK + w));
-                store(pairs + i * SIZE + i / DECAY_BLOCK * DECAY_BLOCK + w,
-                      lane_numbers(w) <= i % DECAY_BLOCK ? product : Reals{});
-            }
-        if constexpr (SIZE > DECAY_BLOCK) multiply_blocks(sums, pairs);
-    }
-
-  private:
-    static constexpr int DECAY_BLOCK = 16;  // tokens; `pairs` of one block are exponentials
-
-    // Compute `pairs` of tokens of different blocks: the product of decays from token j to the end
-    // of its block, between the blocks, and from the start of its block to token i.
-    static void multiply_blocks(const double* sums, Real* pairs) {
-        Real starts[SIZE], ends[SIZE];
-        for (int i = 0; i < SIZE; ++i) {
-            const int first = i / DECAY_BLOCK * DECAY_BLOCK;
-            starts[i] = Real(sums[i] - (first ? sums[first - 1] : 0));
-            ends[i] = Real(sums[first + DECAY_BLOCK - 1] - sums[i]);
-        }
-        for (int w = 0; w < SIZE; w += LANES) {
-            store(starts + w, exp(load(starts + w)));
-            store(ends + w, exp(load(ends + w)));
-        }
-        for (int first = DECAY_BLOCK; first < SIZE; first += DECAY_BLOCK)
-            for (int block = 0; block < first; block += DECAY_BLOCK) {
-                const double log = sums[first - 1] - sums[block + DECAY_BLOCK - 1];
-                const Real between = std::exp(Real(log));
-                for (int i = first; i < first + DECAY_BLOCK; ++i)
-                    for (int w = block; w < block + DECAY_BLOCK; w += LANES)
-                        store(pairs + i * SIZE + w, load(ends + w) * (starts[i] * between));
+        for (int i = 0; i < CHUNK; ++i)
+            for (int w = 0; w < CHUNK; w += LANES) {
+                const Reals product = exp(load(logs + i * CHUNK + w));
+                store(pairs + i * CHUNK + w, lane_numbers(w) <= i ? product : Reals{});
             }
     }
 };
@@ -413,7 +377,7 @@ class BackwardLoops : public Chunk {
         auto& states = pass().states_;
         const int64_t first = this->s_.span_start(span), end = this->s_.span_start(span + 1);
         size_t count = 0;
-        this->next_ = Chunk::LONGEST;
+        this->next_ = CHUNK;
         for (int64_t start = first; start < end; ++count) {
             if (count == states.size()) pass().add_state();
             states[count].start = start;

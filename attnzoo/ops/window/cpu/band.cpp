@@ -26,7 +26,6 @@
 #include <utility>
 #include <vector>
 
-#include "band_amx.h"
 #include "checks.h"
 #include "layout.h"
 #include "rows.h"
@@ -98,8 +97,7 @@ struct KeyList {
     }
 };
 
-// With AMX, queries, keys and values are bfloat16, and their buffers contain rows of words.
-template <class Real, bool AMX>
+template <class Real>
 class Worker : Tiles<Real>, Rows<Real> {
     using typename Math<Real>::Reals;
     using typename Math<Real>::Ints;
@@ -108,27 +106,24 @@ class Worker : Tiles<Real>, Rows<Real> {
     using Tiles<Real>::transpose;
     using Rows<Real>::load_row;
     static constexpr int VECTORS = BLOCK / LANES;
-    static constexpr int KEY_TILE = AMX ? 64 : 128;  // keys of a tile; the L1 cache keeps its data
+    static constexpr int KEY_TILE = 128;  // keys of a tile; the L1 cache keeps its data
 
   public:
     Worker(const Task<Real>& task, int64_t unit)
         : t(task), row_(unit / t.pieces / t.heads), head_(unit / t.pieces % t.heads),
           piece_(unit % t.pieces), size_(t.key_width), width_(t.value_width),
-          ring_((std::min(t.before + t.after + BLOCK + AMX, t.keys) + 1) / 2 * 2),
-          k_pitch_(AMX ? (t.key_size + 31) / 32 * 16 : size_),
-          v_pitch_(AMX ? (t.value_size + 31) / 32 * 16 : width_),
-          k_ring_((ring_ + 16 * AMX) * k_pitch_), v_ring_((ring_ + 16 * AMX) * v_pitch_),
-          amx_(t.key_size, t.value_size, k_ring_, v_ring_), k_global_(t.num_global * k_pitch_),
-          v_global_(t.num_global * v_pitch_), q_(BLOCK * size_), d_out_(BLOCK * width_),
+          ring_(std::min(t.before + t.after + BLOCK, t.keys)), k_ring_(ring_ * size_),
+          v_ring_(ring_ * width_), k_global_(t.num_global * size_),
+          v_global_(t.num_global * width_), q_(BLOCK * size_), d_out_(BLOCK * width_),
           q_rows_(BLOCK * size_), d_out_rows_(BLOCK * width_), p_((KEY_TILE + DOT_ROWS) * BLOCK),
           dp_(p_.size()), sums_(BLOCK * std::max(size_, width_)),
-          unused_(std::max(size_, width_)), score_scale_(broadcast(Real(t.scale * LOG2_E))) {
+          unused_(std::max(size_, width_)) {
         if (t.ids) find_segments(t.ids + row_ * t.keys);
         globals_.resize(t.num_global);
         for (int64_t i = 0; i < t.num_global; ++i) {
             if (!t.global_is_valid[row_ * t.num_global + i]) continue;
             const int64_t key = t.global_keys[row_ * t.num_global + i];
-            Real *k = &k_global_[i * k_pitch_], *v = &v_global_[i * v_pitch_];
+            Real *k = &k_global_[i * size_], *v = &v_global_[i * width_];
             copy_key(key, k, v);
             globals_.add(key, k, v);
         }
@@ -150,10 +145,8 @@ class Worker : Tiles<Real>, Rows<Real> {
   private:
     const Task<Real>& t;
     const int64_t row_, head_, piece_, size_, width_;
-    const int64_t ring_;                           // rows of the ring buffers, an even number
-    const int64_t k_pitch_, v_pitch_;              // of rows of keys and values
+    const int64_t ring_;                           // rows of the ring buffers
     AlignedVector<Real> k_ring_, v_ring_;          // key i of the phase in row i % ring_
-    std::conditional_t<AMX, BandProducts<KEY_TILE>, NoProducts> amx_;
     AlignedVector<Real> k_global_, v_global_;      // of the global keys
     AlignedVector<Real> q_, d_out_;                // of the block, [rows, BLOCK]: columns of queries;
                                                    // q times scale and log2(e)
@@ -161,16 +154,13 @@ class Worker : Tiles<Real>, Rows<Real> {
     AlignedVector<Real> p_, dp_;                   // of a tile, [KEY_TILE, BLOCK]
     AlignedVector<Real> sums_;                     // [BLOCK, D or E]: output or dq of the block
     AlignedVector<Real> unused_;                   // gradients of rows beyond the last key
-    const Reals score_scale_;
     std::vector<int64_t> segment_start_, segment_end_;  // [S]
     std::vector<int> number_;                      // per key of the block: keys before it in band_
     KeyList<Real> globals_, band_;
     int count_ = 0;         // queries of the block
     int64_t group_ = 0;     // query head within the key head
     int64_t first_ = 0;     // first query of the block; the others follow at steps of d
-    bool has_sums_ = false; // whether sums_ contains values
     Real max_[BLOCK] = {}, sum_[BLOCK] = {}, rescale_[BLOCK] = {};
-    Real factor_[BLOCK] = {};  // with AMX: of the gradients of the band's outputs
 
     // Whether the gradients that are needed depend on the keys of the band.
     bool needs_keys() const { return t.dq || t.dk || t.dv; }
@@ -179,11 +169,6 @@ class Worker : Tiles<Real>, Rows<Real> {
     bool needs_scores() const { return t.dq || t.dk; }
 
     void copy_key(int64_t key, Real* k, Real* v) const {
-        if constexpr (AMX) {
-            amx_.copy_row(t.k.at(row_, head_, key), t.key_size, k);
-            amx_.copy_row(t.v.at(row_, head_, key), t.value_size, v);
-            return;
-        }
         load_row(t.k.at(row_, head_, key), t.k.type, t.key_size, size_, Real(1), k);
         load_row(t.v.at(row_, head_, key), t.v.type, t.value_size, width_, Real(1), v);
     }
@@ -321,15 +306,12 @@ class Worker : Tiles<Real>, Rows<Real> {
             }
             high[c] = std::max(low[c], high[c]);
         }
-        // With AMX, the list begins with an even key, so that pairs of keys are pairs of the list
-        const int64_t begin = AMX ? low[0] / 2 * 2 : low[0], end = high[BLOCK - 1];
+        const int64_t begin = low[0], end = high[BLOCK - 1];
         const uint8_t* mask = t.key_mask ? t.key_mask + row_ * t.keys + phase : nullptr;
         for (copied = std::max(copied, begin); copied < end; ++copied) {
             if (mask && !mask[copied * d]) continue;
-            const int64_t key = phase + copied * d;
             const int64_t row = copied % ring_;
-            copy_key(key, &k_ring_[row * k_pitch_], &v_ring_[row * v_pitch_]);
-            if constexpr (AMX) amx_.pair_ring(row);
+            copy_key(phase + copied * d, &k_ring_[row * size_], &v_ring_[row * width_]);
         }
         band_.resize(end - begin);
         number_.resize(end - begin + 1);
@@ -337,7 +319,7 @@ class Worker : Tiles<Real>, Rows<Real> {
         for (int64_t i = begin; i < end; ++i) {
             number_[i - begin] = band_.count;
             if (!mask || mask[i * d])
-                band_.add(phase + i * d, &k_ring_[at * k_pitch_], &v_ring_[at * v_pitch_]);
+                band_.add(phase + i * d, &k_ring_[at * size_], &v_ring_[at * width_]);
             at = at + 1 == ring_ ? 0 : at + 1;
         }
         number_[end - begin] = band_.count;
@@ -361,28 +343,25 @@ class Worker : Tiles<Real>, Rows<Real> {
     template <class Work>
     void for_each_tile(Work work) {
         for (const KeyList<Real>* keys : {&globals_, &band_})
-            for (int start = AMX ? keys->low[0] / 2 * 2 : keys->low[0];
-                 start < keys->high[BLOCK - 1]; start += KEY_TILE)
+            for (int start = keys->low[0]; start < keys->high[BLOCK - 1]; start += KEY_TILE)
                 work(*keys, start, std::min(KEY_TILE, keys->high[BLOCK - 1] - start));
     }
 
-    // Load the block's rows with load(c, row), and transpose them, which AMX does not need.
+    // Load the block's rows with load(c, row), and transpose them.
     template <class Load>
     void load_rows(int64_t size, AlignedVector<Real>& rows, AlignedVector<Real>& columns,
                    Load load) const {
         for (int c = 0; c < count_; ++c) load(c, &rows[c * size]);
         std::fill(rows.begin() + count_ * size, rows.end(), Real(0));
-        if (!AMX) transpose(rows.data(), size, BLOCK, size, columns.data(), BLOCK);
+        transpose(rows.data(), size, BLOCK, size, columns.data(), BLOCK);
     }
 
     void load_queries() {
         const int64_t head = head_ * t.groups + group_;
-        load_rows(k_pitch_, q_rows_, q_, [&](int c, Real* row) {
-            const char* q = t.q.at(row_, head, first_ + c * t.dilation);
-            if constexpr (AMX) amx_.copy_row(q, t.key_size, row);
-            else load_row(q, t.q.type, t.key_size, size_, Real(t.scale * LOG2_E), row);
+        load_rows(size_, q_rows_, q_, [&](int c, Real* row) {
+            load_row(t.q.at(row_, head, first_ + c * t.dilation), t.q.type, t.key_size, size_,
+                     Real(t.scale * LOG2_E), row);
         });
-        if constexpr (AMX) amx_.set_queries(q_rows_.data());
     }
 
     // -- tiles ---------------------------------------------------------------------------------
@@ -459,12 +438,10 @@ class Worker : Tiles<Real>, Rows<Real> {
         load_queries();
         std::fill_n(max_, BLOCK, Real(MASKED_SCORE));
         std::fill_n(sum_, BLOCK, Real(0));
-        has_sums_ = !AMX;
-        if (has_sums_) std::fill_n(sums_.begin(), BLOCK * width_, Real(0));
+        std::fill_n(sums_.begin(), BLOCK * width_, Real(0));
         for_each_tile([this](const KeyList<Real>& keys, int start, int width) {
             attend(keys, start, width);
         });
-        if (!has_sums_) std::fill_n(sums_.begin(), BLOCK * width_, Real(0));
         for (int c = 0; c < count_; ++c) {
             const Real inverse = sum_[c] == 0 ? 0 : 1 / sum_[c];  // NaN stays NaN
             const Real lse =
@@ -479,44 +456,17 @@ class Worker : Tiles<Real>, Rows<Real> {
         }
     }
 
-    // Compute the products of queries and keys.
-    void compute_scores(const KeyList<Real>& keys, int start, int width,
-                        const Range (&ranges)[VECTORS]) {
-        if constexpr (AMX) amx_.multiply_keys(&keys.k_rows[start], width, p_.data());
-        else multiply(&keys.k_rows[start], q_, size_, ranges, width, p_.data());
-    }
-
-    // Return the scores at an index. With AMX, queries are not scaled. The product is kept in a
-    // register because a fused subtraction of the maximum would round it in another way.
-    Reals score(int at) const {
-        if constexpr (AMX) return Tiles<Real>::in_register(load(&p_[at]) * score_scale_);
-        else return load(&p_[at]);
-    }
-
-    // 2^x, as precise as the products of weights.
-    static Reals weight_of(Reals x) {
-        if constexpr (AMX) return Amx::exp2(x);
-        else return exp2(x);
-    }
-
     // The weight of a score, given the log-sum-exp, which for large scores is rounded by more than
     // 1: weights are at most 1. NaN stays NaN.
     static Reals weight_after(Reals score, Reals lse) {
         const Reals x = score - lse;
-        return weight_of(x > Real(0) ? Reals{} : x);
-    }
-
-    // With AMX, round weights to bfloat16: their sum is that of the weights that multiply values,
-    // so that outputs are exact if all values are equal, and gradients of scores cancel.
-    static Reals round_weight(Reals weight) {
-        if constexpr (AMX) return (Reals)(((Ints)weight + 0x8000) & (int)0xffff0000);
-        else return weight;
+        return exp2(x > Real(0) ? Reals{} : x);
     }
 
     void attend(const KeyList<Real>& keys, int start, int width) {
         Range ranges[VECTORS];
         for (int i = 0; i < VECTORS; ++i) ranges[i] = vector_range(keys, i * LANES, start, width);
-        compute_scores(keys, start, width, ranges);
+        multiply(&keys.k_rows[start], q_, size_, ranges, width, p_.data());
         for (int i = 0; i < VECTORS; ++i) {
             const int lane = i * LANES;
             const Reals before = load(max_ + lane);
@@ -524,11 +474,11 @@ class Worker : Tiles<Real>, Rows<Real> {
             for_each_score(
                 keys, ranges[i], lane, start,
                 [&](int at) {
-                    const Reals value = score(at);
+                    const Reals value = load(&p_[at]);
                     maximum = value > maximum ? value : maximum;
                 },
                 [&](int at, Ints attended) {
-                    const Reals value = attended ? score(at) : broadcast(MASKED_SCORE);
+                    const Reals value = attended ? load(&p_[at]) : broadcast(MASKED_SCORE);
                     maximum = value > maximum ? value : maximum;
                 });
             const Reals rescale = exp2(before - maximum);
@@ -536,17 +486,15 @@ class Worker : Tiles<Real>, Rows<Real> {
             for_each_score(
                 keys, ranges[i], lane, start,
                 [&](int at) {
-                    const Reals weight = round_weight(weight_of(score(at) - maximum));
+                    const Reals weight = exp2(load(&p_[at]) - maximum);
                     store(&p_[at], weight);
                     sum += weight;
                 },
                 [&](int at, Ints attended) {
-                    const Reals exact = attended ? weight_of(score(at) - maximum) : Reals{};
-                    const Reals weight = round_weight(exact);
+                    const Reals weight = attended ? exp2(load(&p_[at]) - maximum) : Reals{};
                     store(&p_[at], weight);
                     sum += weight;
                 });
-            if constexpr (AMX) clear_others(ranges[i], lane, width, p_);
             store(max_ + lane, maximum);
             store(sum_ + lane, sum);
             store(rescale_ + lane, rescale);
@@ -556,15 +504,6 @@ class Worker : Tiles<Real>, Rows<Real> {
 
     // Add the values, weighted, to the rescaled sums.
     void add_values(const KeyList<Real>& keys, int start, int width) {
-        if constexpr (AMX) {
-            for (int c = 0; c < BLOCK && has_sums_; ++c)
-                if (rescale_[c] != 1)
-                    this->scale_row(&sums_[c * width_], rescale_[c], width_, &sums_[c * width_]);
-            amx_.sum_rows(p_.data(), &keys.v_rows[start], width, amx_.v, width_, has_sums_,
-                          sums_.data());
-            has_sums_ = true;
-            return;
-        }
         for (int c = 0; c < count_; c += SUM_ROWS) {
             const Range own = range(keys, c, SUM_ROWS, start, width);
             if (own.begin == own.end) continue;
@@ -577,7 +516,7 @@ class Worker : Tiles<Real>, Rows<Real> {
 
     void attend_backward() {
         // Also in lanes beyond the last query, where scores and their gradients are 0
-        for (Real* x : {max_, sum_, factor_}) std::fill_n(x, BLOCK, Real(0));
+        for (Real* x : {max_, sum_}) std::fill_n(x, BLOCK, Real(0));
         std::fill_n(sums_.begin(), BLOCK * size_, Real(0));
         load_queries();
         load_output_gradients();
@@ -586,7 +525,7 @@ class Worker : Tiles<Real>, Rows<Real> {
         });
         for (int c = 0; t.dq && c < count_; ++c) {
             Real* dq = t.dq + query_number(c) * size_;
-            const Real factor = AMX ? Real(1) : Real(t.scale * LOG2_E);
+            const Real factor = Real(t.scale * LOG2_E);
             for (int64_t d = 0; d < size_; ++d) dq[d] = sums_[c * size_ + d] * factor;
         }
     }
@@ -594,10 +533,8 @@ class Worker : Tiles<Real>, Rows<Real> {
     void load_output_gradients() {
         load_rows(width_, d_out_rows_, d_out_, [this](int c, Real* d_out) {
             std::copy_n(query_row(t.d_out, t.d_out_steps, c), width_, d_out);
-            if constexpr (AMX) amx_.round(d_out, width_);
             differentiate_output(c, d_out);
         });
-        if constexpr (AMX) amx_.set_output_gradients(d_out_rows_.data(), width_);
     }
 
     // Return a * b + c, rounded like the products of d_out and values, so that the gradient of a
@@ -630,10 +567,8 @@ class Worker : Tiles<Real>, Rows<Real> {
             const Real band_delta = delta - weights.far * far_delta;
             if (!t.relative) d_lse += band_delta - weights.band * delta;
             delta = band_delta;
-            // Products with AMX are multiplied afterwards, since d_out is not rounded again
-            for (int64_t e = 0; !AMX && e < width_; ++e) d_out[e] *= weights.band;
+            for (int64_t e = 0; e < width_; ++e) d_out[e] *= weights.band;
         }
-        factor_[c] = weights.band;
         max_[c] = t.lse[number] * Real(LOG2_E);
         sum_[c] = delta - d_lse;
     }
@@ -641,26 +576,23 @@ class Worker : Tiles<Real>, Rows<Real> {
     void attend_backward(const KeyList<Real>& keys, int start, int width) {
         Range ranges[VECTORS];
         for (int i = 0; i < VECTORS; ++i) ranges[i] = vector_range(keys, i * LANES, start, width);
-        compute_scores(keys, start, width, ranges);
-        if (needs_scores()) {
-            if constexpr (AMX)
-                amx_.multiply_values(&keys.v_rows[start], width, dp_.data());
-            else multiply(&keys.v_rows[start], d_out_, width_, ranges, width, dp_.data());
-        }
+        multiply(&keys.k_rows[start], q_, size_, ranges, width, p_.data());
+        if (needs_scores())
+            multiply(&keys.v_rows[start], d_out_, width_, ranges, width, dp_.data());
         for (int i = 0; i < VECTORS; ++i) {
             const int lane = i * LANES;
             const Reals lse = load(max_ + lane);
             for_each_score(
                 keys, ranges[i], lane, start,
                 [&](int at) {
-                    const Reals weight = weight_after(score(at), lse);
+                    const Reals weight = weight_after(load(&p_[at]), lse);
                     store(&dp_[at], score_gradient(at, lane, weight));
-                    store(&p_[at], band_weight(lane, weight));
+                    store(&p_[at], weight);
                 },
                 [&](int at, Ints attended) {
-                    const Reals weight = weight_after(score(at), lse);
+                    const Reals weight = weight_after(load(&p_[at]), lse);
                     store(&dp_[at], attended ? score_gradient(at, lane, weight) : Reals{});
-                    store(&p_[at], attended ? band_weight(lane, weight) : Reals{});
+                    store(&p_[at], attended ? weight : Reals{});
                 });
             clear_others(ranges[i], lane, width, p_);
             clear_others(ranges[i], lane, width, dp_);
@@ -671,24 +603,10 @@ class Worker : Tiles<Real>, Rows<Real> {
 
     // Return the gradients of scores from the weights and the gradients of weights.
     Reals score_gradient(int at, int lane, Reals weight) const {
-        const Reals d_weight = load(&dp_[at]), delta = load(sum_ + lane);
-        if constexpr (AMX)
-            return weight * (d_weight * load(factor_ + lane) - delta) * Real(t.scale);
-        else return weight * (d_weight - delta) * Real(1 / LOG2_E);
-    }
-
-    // Return the weights of values in the output.
-    Reals band_weight(int lane, Reals weight) const {
-        if constexpr (AMX) return weight * load(factor_ + lane);
-        else return weight;
+        return weight * (load(&dp_[at]) - load(sum_ + lane)) * Real(1 / LOG2_E);
     }
 
     void add_query_gradients(const KeyList<Real>& keys, int start, int width) {
-        if constexpr (AMX) {
-            amx_.sum_rows(dp_.data(), &keys.k_rows[start], width, amx_.k, size_, true,
-                          sums_.data());
-            return;
-        }
         for (int c = 0; c < count_; c += SUM_ROWS) {
             const Range own = range(keys, c, SUM_ROWS, start, width);
             if (own.begin == own.end) continue;
@@ -702,25 +620,13 @@ class Worker : Tiles<Real>, Rows<Real> {
     // Set the weights of LANES queries to 0 for all keys of the tile outside of a range.
     static void clear_others(const Range& range, int lane, int width,
                              AlignedVector<Real>& weights) {
-        const int rows = AMX ? (width + 31) / 32 * 32 : width + SUM_ROWS;
+        const int rows = width + SUM_ROWS;
         for (int w = 0; w < range.begin; ++w) store(&weights[w * BLOCK + lane], Reals{});
         for (int w = range.end; w < rows; ++w) store(&weights[w * BLOCK + lane], Reals{});
     }
 
     void add_key_gradients(const KeyList<Real>& keys, int start, int width) {
         const int64_t first = ((piece_ * t.batch + row_) * t.heads + head_) * t.keys;
-        if constexpr (AMX) {
-            const auto add = [&](const float* rows, int64_t size, float* to) {
-                for (int w = 0; w < width; ++w, rows += size) {
-                    float* row = to + (first + keys.keys[start + w]) * size;
-                    for (int64_t i = 0; i < size; i += LANES)
-                        store(row + i, load(row + i) + load(rows + i));
-                }
-            };
-            if (t.dk) add(amx_.multiply_queries(dp_.data(), width, size_), size_, t.dk);
-            if (t.dv) add(amx_.multiply_output_gradients(p_.data(), width, width_), width_, t.dv);
-            return;
-        }
         const Real *q_rows[BLOCK], *d_out_rows[BLOCK];
         for (int c = 0; c < count_; ++c)
             q_rows[c] = &q_rows_[c * size_], d_out_rows[c] = &d_out_rows_[c * width_];
@@ -743,15 +649,6 @@ class Worker : Tiles<Real>, Rows<Real> {
     }
 };
 
-extern "C" int64_t band_uses_amx() { return Amx::is_available(); }
-
-// Return whether queries, keys and values are bfloat16, and the CPU multiplies such numbers on AMX.
-template <class Real>
-static bool uses_amx(const Task<Real>& t) {
-    const bool rounded = t.q.type == BFLOAT16 && t.k.type == BFLOAT16 && t.v.type == BFLOAT16;
-    return sizeof(Real) == 4 && rounded && Amx::is_available();
-}
-
 // Return whether the queries and the global keys are among the keys.
 template <class Real>
 static bool are_positions(const Task<Real>& t) {
@@ -762,28 +659,20 @@ static bool are_positions(const Task<Real>& t) {
 }
 
 // Refused if queries or global keys are outside of the keys.
-template <bool AMX, class Real>
+template <class Real>
 static int64_t run(const Task<Real>& task, bool backward) {
     if (!are_positions(task)) return REFUSED;
     in_threads(task.batch * task.heads * task.pieces, task.threads, [&](int64_t unit) {
-        Worker<Real, AMX> worker(task, unit);
+        Worker<Real> worker(task, unit);
         backward ? worker.backward() : worker.forward();
     });
     return ACCEPTED;
 }
 
-static int64_t run(const Task<float>& task, bool backward) {
-    return uses_amx(task) ? run<true>(task, backward) : run<false>(task, backward);
-}
-
 extern "C" int64_t band_forward_float(const Task<float>* task) { return run(*task, false); }
 extern "C" int64_t band_backward_float(const Task<float>* task) { return run(*task, true); }
-extern "C" int64_t band_forward_double(const Task<double>* task) {
-    return run<false>(*task, false);
-}
-extern "C" int64_t band_backward_double(const Task<double>* task) {
-    return run<false>(*task, true);
-}
+extern "C" int64_t band_forward_double(const Task<double>* task) { return run(*task, false); }
+extern "C" int64_t band_backward_double(const Task<double>* task) { return run(*task, true); }
 
-CALLED_FROM_PYTHON(band_uses_amx, band_forward_float, band_backward_float, band_forward_double,
+CALLED_FROM_PYTHON(band_forward_float, band_backward_float, band_forward_double,
                    band_backward_double)

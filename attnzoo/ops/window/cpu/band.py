@@ -61,8 +61,7 @@ BAND = cpp.Source(
         f"band_{direction}_{name}": Function((_Task,), ctypes.c_int64)
         for direction in ("forward", "backward")
         for name in TYPE_NAMES.values()
-    }
-    | {"band_uses_amx": Function(result=ctypes.c_int64)},
+    },
 )
 
 
@@ -89,12 +88,6 @@ class OutsideSums(NamedTuple):
 def band_cpp_reasons() -> list[str]:
     """Return why the kernel is unavailable; an empty list if it is not."""
     return list(_build_reasons())
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def uses_amx() -> bool:
-    """Return whether the kernel multiplies bfloat16 tensors on AMX tiles."""
-    return not _build_reasons() and bool(cpp.load(BAND).band_uses_amx())
 
 
 def band_attention_cpp(
