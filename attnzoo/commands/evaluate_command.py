@@ -22,13 +22,15 @@ from attnzoo.commands.terminal import AsJson, console, problems
 from attnzoo.errors import ConfigError, short_repr
 
 Control = Annotated[
-    int | None, typer.Option(help="window of the baseline, in tokens; default: the swap's window")
+    int | None,
+    typer.Option(min=1, help="window of the baseline, in tokens; default: the swap's window"),
 ]
 TargetLength = Annotated[
     int | None,
     typer.Option(
+        min=8,
         help="tokens for which the swap is meant: it is evaluated there too, and compared with the "
-        "window of equal memory; default: --max-length"
+        "window of equal memory; default: --max-length",
     ),
 ]
 Rows = Annotated[int, typer.Option(min=1, help="held-out rows")]
@@ -37,11 +39,12 @@ Limit = Annotated[
     float | None, typer.Option(help="documents per task; below 1, a fraction of them")
 ]
 BatchSize = Annotated[str, typer.Option(help="rows per batch of tasks, or auto")]
-NumFewshot = Annotated[int | None, typer.Option(help="solved examples in a task's prompt")]
+NumFewshot = Annotated[int | None, typer.Option(min=0, help="solved examples in a task's prompt")]
 MaxLength = Annotated[
     int | None,
     typer.Option(
-        help="tokens per row, default: 512, and of a task's prompt, default: the model's positions"
+        min=8,
+        help="tokens per row, default: 512, and of a task's prompt, default: the model's positions",
     ),
 ]
 IncludePath = Annotated[Path | None, typer.Option(help="folder of your own tasks")]

@@ -52,7 +52,7 @@ def memory(
     ] = False,
     gpus: Annotated[
         int,
-        typer.Option(help="GPUs that share --batch-size rows and divide weights (FSDP2)"),
+        typer.Option(min=1, help="GPUs that share --batch-size rows and divide weights (FSDP2)"),
     ] = 1,
     as_json: AsJson = False,
 ) -> None:

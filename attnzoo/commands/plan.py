@@ -75,7 +75,7 @@ def plan(
     rows: Annotated[int, typer.Option(min=1, help="rows to measure on")] = 8,
     max_tokens: MaxTokens = None,
     max_length: Annotated[
-        int | None, typer.Option(help="tokens per row; default: --target-length, or 512")
+        int | None, typer.Option(min=8, help="tokens per row; default: --target-length, or 512")
     ] = None,
     target_length: TargetLength = None,
     to: Class = None,

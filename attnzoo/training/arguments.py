@@ -10,33 +10,51 @@ from __future__ import annotations
 import copy
 import math
 import re
-from dataclasses import dataclass, field, fields
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, get_args, get_type_hints
 
 from transformers import TrainingArguments
 
 from attnzoo.errors import ConfigError, did_you_mean
 
-# fields of TrainingArguments that change the result, and fields that do not
-TRAINING = frozenset(
-    {
-        *("optim", "optim_args", "weight_decay", "adam_beta1", "adam_epsilon", "max_grad_norm"),
-        *("gradient_accumulation_steps", "bf16", "fp16", "data_seed"),
-        "lr_scheduler_kwargs",
-    }
+# beginnings of fields that do not change the result: paths, logs, checkpoints, memory, processes
+SAME_RESULT = (
+    *("output_dir", "run_name", "project", "trackio", "report_to", "disable_tqdm", "logging_"),
+    *("log_", "save_", "resume_from", "restore_callback", "enable_jit", "hub_", "push_to_hub"),
+    *("do_", "debug", "use_cpu", "local_rank", "ddp_", "dataloader_num", "dataloader_p"),
+    *("dataloader_m", "dataset_num", "gradient_checkpointing", "activation_", "skip_memory"),
+    "torch_empty_cache",
 )
-SAME_RESULT = frozenset({"output_dir", "save_steps", "save_total_limit", "logging_steps"})
-# the least values of fields; those from 0 to 1; and rates, which are above 0
+# the least values of fields that are not 0, those from 0 to 1, and those above 0
 LEAST = {
-    **dict.fromkeys(("transfer_steps", "max_steps", "hidden_states"), 0),
-    **dict.fromkeys(("lora_r", "lora_alpha", "repeats_per_row", "cp_size"), 1),
+    **dict.fromkeys(("lora_r", "lora_alpha", "repeats_per_row", "cp_size", "save_total_limit"), 1),
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), 1),
+    **dict.fromkeys(("gradient_accumulation_steps", "dataset_num_proc"), 1),
     **dict.fromkeys(("max_length", "target_length"), 8),
 }
-SHARES = ("repeat_share", "cross_entropy")
-RATES = (
+SHARES = ("repeat_share", "cross_entropy", "adam_beta1", "adam_beta2", "lora_dropout")
+POSITIVE = (
     *("learning_rate", "extras_learning_rate", "attention_learning_rate"),
-    "transfer_learning_rate",
+    *("transfer_learning_rate", "eval_steps", "save_steps", "logging_steps"),
 )
+# fields of TrainingArguments that recovery does not use, and what to do instead
+_EVALUATION = "stages are evaluated on single held-out rows, and end in their best state"
+_ORDER = "rows have one length, and their order follows from the seed"
+UNUSED = {
+    "push_to_hub": "run `hf upload ORG/NAME FOLDER` (hub_model_id is the name in the card)",
+    "label_smoothing_factor": "recover has no label smoothing",
+    "num_train_epochs": "stages count steps; give max_steps and transfer_steps",
+    "auto_find_batch_size": "give per_device_train_batch_size",
+    "save_only_model": "a run goes on with its optimizer",
+    "label_names": "the labels of rows are their tokens",
+    **dict.fromkeys(("train_sampling_strategy", "length_column_name", "ignore_data_skip"), _ORDER),
+    **dict.fromkeys(("load_best_model_at_end", "metric_for_best_model"), _EVALUATION),
+    **dict.fromkeys(("greater_is_better", "eval_on_start", "eval_delay"), _EVALUATION),
+    **dict.fromkeys(("per_device_eval_batch_size", "eval_accumulation_steps"), _EVALUATION),
+    **dict.fromkeys(("prediction_loss_only", "include_for_metrics"), _EVALUATION),
+    **dict.fromkeys(("batch_eval_metrics", "bf16_full_eval", "fp16_full_eval"), _EVALUATION),
+}
 
 
 def _option(default: Any, text: str, *, choices: tuple[str, ...] | None = None) -> Any:
@@ -108,7 +126,9 @@ class RecoveryArguments(TrainingArguments):
     warmup_steps: float = _option(0.1, "linear warmup: a fraction, or steps")
     lr_scheduler_type: str = _option("cosine", "schedule of the rates")
     adam_beta2: float = _option(0.95, "beta2 of AdamW")
-    eval_strategy: str = _option("steps", "no: the last state is kept, not the best")
+    eval_strategy: str = _option(
+        "steps", "no: the last state is kept, not the best", choices=("no", "steps")
+    )
     eval_steps: float | None = _option(0.25, "between evaluations: steps or a fraction")
     save_steps: float = _option(0.25, "between checkpoints: steps or a fraction")
     save_total_limit: int | None = _option(2, "checkpoints that are kept")
@@ -122,27 +142,8 @@ class RecoveryArguments(TrainingArguments):
             ConfigError: A value is invalid.
         """
         self.report_to = "none" if self.report_to is None else self.report_to
-        super().__post_init__()  # type: ignore[no-untyped-call]
-        self.remove_unused_columns = False  # position_ids separate documents
-        self.label_names = ["labels"]
-        self.logging_nan_inf_filter = False  # a loss that is not finite ends the run
-        if self.ddp_find_unused_parameters is None:  # each trained parameter gets a gradient
-            self.ddp_find_unused_parameters = False
-        self._check_numbers()
-        self._check_pairs()
-        if self.dtype == "bfloat16" or self.load_in_4bit:
-            self._check_frozen_weights()
-
-    def _check_numbers(self) -> None:
-        for name, least in LEAST.items():
-            if (found := getattr(self, name)) is not None and not least <= found < math.inf:
-                raise ConfigError(f"{name} must be at least {least} and finite, got {found}")
-        for name in RATES:
-            if (found := getattr(self, name)) is not None and not 0 < found < math.inf:  # NaN too
-                raise ConfigError(f"{name} must be above 0 and finite, got {found}")
-        for name in SHARES:
-            if not 0 <= (found := getattr(self, name)) <= 1:
-                raise ConfigError(f"{name} must be from 0 to 1, got {found}")
+        refuse_unused(self, UNUSED)
+        check_numbers(self)
         own = RecoveryArguments.__annotations__
         for x in fields(self):
             known, given = x.metadata.get("choices"), getattr(self, x.name)
@@ -152,6 +153,15 @@ class RecoveryArguments(TrainingArguments):
                     f"{did_you_mean(str(given), known)}"
                 )
         token_count(self.max_tokens)
+        resumes(self)
+        super().__post_init__()  # type: ignore[no-untyped-call]
+        self.remove_unused_columns = False  # position_ids separate documents
+        self.logging_nan_inf_filter = False  # a loss that is not finite ends the run
+        if self.ddp_find_unused_parameters is None:  # each trained parameter gets a gradient
+            self.ddp_find_unused_parameters = False
+        self._check_pairs()
+        if self.dtype == "bfloat16" or self.load_in_4bit:
+            self._check_frozen_weights()
 
     def _check_pairs(self) -> None:
         """Raise an error for options that do not go together."""
@@ -165,13 +175,6 @@ class RecoveryArguments(TrainingArguments):
                 "attention_learning_rate is that of the model's own weights in attention layers, "
                 "but train='extras' trains none of them; leave it out, or train 'lora' or 'full'"
             )
-        if self.push_to_hub:
-            raise ConfigError(
-                "recover does not upload: leave push_to_hub out, and run `hf upload ORG/NAME "
-                "FOLDER` (hub_model_id is the name in the card)"
-            )
-        if self.label_smoothing_factor:
-            raise ConfigError("recover has no label smoothing; leave label_smoothing_factor out")
         if self.max_length % self.cp_size:
             raise ConfigError(
                 f"A row of {self.max_length} tokens is not divisible by cp_size={self.cp_size} "
@@ -215,14 +218,14 @@ class RecoveryArguments(TrainingArguments):
         self.dtype, self.bf16 = "bfloat16", True
 
     @property
-    def resumes(self) -> bool:
-        """Whether stages go on from their last checkpoints."""
-        return str(self.resume_from_checkpoint).lower() not in ("none", "false", "")
-
-    @property
     def transfer_rate(self) -> float:
         """Learning rate of transfer."""
         return self.transfer_learning_rate or (2e-2 if self.transfer_target == "output" else 5e-2)
+
+    @property
+    def distil_rate(self) -> float:
+        """Learning rate of distillation, before it is scaled."""
+        return self.learning_rate or (1e-4 if self.train == "full" else 1e-3)
 
     def of_length(self, length: int) -> RecoveryArguments:
         """Return these arguments with rows of another length."""
@@ -230,15 +233,70 @@ class RecoveryArguments(TrainingArguments):
         found.max_length = length
         return found
 
-    def identity(self) -> dict[str, Any]:
-        """Return the fields that change the result, as JSON data."""
-        given: dict[str, Any] = self.to_dict()  # type: ignore[no-untyped-call]
-        return {
-            name: given[name]
-            for name in given
-            if name in RecoveryArguments.__annotations__ or name in TRAINING
-            if name not in SAME_RESULT
-        }
+
+def refuse_unused(args: Any, unused: Mapping[str, str]) -> None:
+    """Raise an error for a field that has no effect, but another value than its default.
+
+    Args:
+        args: A dataclass.
+        unused: What to do instead, by the field's name.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    for x in fields(args):
+        default = x.default if x.default_factory is MISSING else x.default_factory()
+        if x.name in unused and getattr(args, x.name) != default:
+            raise ConfigError(f"{x.name} has no effect: {unused[x.name]}")
+
+
+def check_numbers(args: Any) -> None:
+    """Raise an error for a number of a dataclass of arguments that is too small or not finite.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    hints = get_type_hints(type(args))
+    for x in fields(args):
+        found, name, least = getattr(args, x.name), x.name, LEAST.get(x.name, 0)
+        is_number = isinstance(x.default, int | float) and not isinstance(x.default, bool)
+        if found is None and x.default is not None and type(None) in get_args(hints[name]):
+            continue
+        if is_number and (isinstance(found, bool) or not isinstance(found, int | float)):
+            raise ConfigError(f"{name} must be a number, got {found!r}")
+        if isinstance(found, bool) or not isinstance(found, int | float) or found == x.default:
+            continue
+        if name in POSITIVE and not 0 < found < math.inf:  # NaN too
+            raise ConfigError(f"{name} must be above 0 and finite, got {found}")
+        if name in SHARES and not 0 <= found <= 1:
+            raise ConfigError(f"{name} must be from 0 to 1, got {found}")
+        if not least <= found < math.inf:
+            raise ConfigError(f"{name} must be at least {least} and finite, got {found}")
+
+
+def resumes(args: Any) -> bool:
+    """Return whether a run goes on from its last checkpoints.
+
+    Raises:
+        ConfigError: ``resume_from_checkpoint`` names a checkpoint.
+    """
+    given = str(args.resume_from_checkpoint).lower()
+    if given not in ("none", "false", "", "true"):
+        raise ConfigError(
+            "resume_from_checkpoint is True or False: a run finds the last checkpoint of each of "
+            f"its stages in output_dir; got {args.resume_from_checkpoint!r}"
+        )
+    return given == "true"
+
+
+def identity(args: Any) -> dict[str, Any]:
+    """Return what changes the result of a run, as JSON data: fields, and the number of processes.
+
+    Processes that share rows count once.
+    """
+    given = {n: x for n, x in args.to_dict().items() if not n.startswith(SAME_RESULT)}
+    given["processes"] = args.world_size // given.get("cp_size", 1)
+    return {name: x for name, x in given.items() if x is not None}
 
 
 def token_count(text: int | str | None) -> int | None:

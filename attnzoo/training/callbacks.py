@@ -40,14 +40,14 @@ class StageCallback(TrainerCallback):
         raise NotImplementedError
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Measure the start."""
-        self._log(state.global_step)
+        """Measure the start; a checkpoint has its measurements."""
+        if state.global_step == 0:
+            self._log(0)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure the model if it is time to."""
-        every = args.eval_steps * state.max_steps if args.eval_steps < 1 else args.eval_steps
         at = state.global_step
-        if at % max(1, math.ceil(every)) == 0 or at == state.max_steps:
+        if at % args.eval_steps == 0 or at == state.max_steps:
             self._log(at)
 
     def _log(self, step: int) -> None:
@@ -90,11 +90,6 @@ class BestState(StageCallback):
         self.rows, self.generation, self.log = rows, generation, log
         self.best: dict[str, Any] | None = None
         self.state: list[Tensor] = []
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Evaluate the state from which the stage starts, unless a checkpoint has a best one."""
-        if self.best is None:
-            super().on_train_begin(args, state, control)
 
     def measure(self, step: int) -> dict[str, float]:
         """Evaluate the model, and keep its state if it is the best."""

@@ -23,7 +23,7 @@ from attnzoo.evaluation.rows import Rows, pack_documents
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.saving.files import read_config
 from attnzoo.optional_packages import OptionalPackage
-from attnzoo.training.arguments import token_count
+from attnzoo.training.arguments import check_numbers, token_count
 
 if TYPE_CHECKING:
     import datasets
@@ -50,6 +50,14 @@ class RowOptions:
     repeat_share: float = 0.0
     repeats_per_row: int = 1
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the fields.
+
+        Raises:
+            ConfigError: A number is too small, or not finite.
+        """
+        check_numbers(self)
 
 
 def load_rows(path: Path | str, data: Sequence[Path | str], args: Any) -> tuple[Rows, Rows]:

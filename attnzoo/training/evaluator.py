@@ -183,7 +183,7 @@ class Evaluator:
             spec: Its swap.
             window: Window of ``window alone``; the swap's widest when ``None``.
         """
-        self.window = window or widest_window(model)
+        self.window = widest_window(model) if window is None else window
         try:
             self.equal = equal_window(self.path, spec, self.target_length or self.row_length)
         except AttnzooError as error:
@@ -265,7 +265,7 @@ class EncoderEvaluator(Evaluator):
 
     def set_windows(self, model: Any, spec: AttentionSpec, window: int | None = None) -> None:
         """Set the window that a swap is compared with; an encoder keeps no cache."""
-        self.window = window or widest_window(model)
+        self.window = widest_window(model) if window is None else window
 
     def add_original(self, model: Any, teacher: Any = None) -> None:
         """Set the embeddings of the original model, of a swapped model before training."""
@@ -386,7 +386,7 @@ def evaluate(
     length = min(row_length, max_positions(path) or row_length)
     inputs = {"input_ids": torch.ones(1, length, dtype=torch.int64)}
     check_model_kernels(model, inputs, log, generate=True)
-    results: dict[str, Any] = {"window": control or widest_window(model)}
+    results: dict[str, Any] = {"window": widest_window(model) if control is None else control}
     with original_attention(model):
         run_tasks("softmax", model)
     run_tasks("result", model)

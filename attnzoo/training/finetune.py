@@ -7,9 +7,11 @@ held-out documents and the comparison with the equally trained softmax model.
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,14 +24,18 @@ from attnzoo.errors import AttnzooError, ConfigError, SpecError
 from attnzoo.evaluation.data import load_tokenizer
 from attnzoo.evaluation.rows import require_finite
 from attnzoo.hf.configs import read_field
+from attnzoo.hf.names import NAME
 from attnzoo.hf.saving.companions import copy_companions, move_files
+from attnzoo.hf.saving.dtype import saved_dtype
 from attnzoo.hf.saving.files import read_config
 from attnzoo.hf.swap.convert import original_attention, restore, swap
 from attnzoo.optional_packages import OptionalPackage
 from attnzoo.report.atomic_write import atomic_write
 from attnzoo.spec import AttentionSpec
+from attnzoo.training.arguments import check_numbers, identity, refuse_unused, resumes
 from attnzoo.training.data import RowOptions, check_positions, load_documents, split_documents
 from attnzoo.training.loading import load_causal
+from attnzoo.training.planner import weights_fingerprint
 from attnzoo.training.run_folder import RunFolder
 from attnzoo.training.trainer import last_checkpoint, steps_of
 
@@ -39,7 +45,8 @@ else:
     trl = OptionalPackage("trl", extra="train")
 
 RESULTS = "finetuning.json"
-IDENTITY = ("max_steps", "num_train_epochs", "learning_rate", "seed", "max_length", "packing")
+ADAPTERS = ("lora_", "use_rslora", "use_dora")  # beginnings of fields of ModelConfig
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def finetune(
@@ -71,20 +78,21 @@ def finetune(
         AttnzooError: An argument is invalid.
     """
     path, model_args, lines = Path(path), model_args or trl.ModelConfig(), {}
-    about = {"model": str(path), "spec": spec and spec.to_dict(), "data": [*map(str, data)]}
-    given = {name: getattr(args, name) for name in IDENTITY}
-    folder = RunFolder(Path(str(args.output_dir)), {**about, "config": given}, RESULTS)
-    resume = str(args.resume_from_checkpoint).lower() not in ("none", "false", "")
+    _check_arguments(args, model_args)
+    resume = resumes(args)
     load = partial(
         load_causal,
         path,
-        dtype=getattr(torch, model_args.dtype),
+        dtype=saved_dtype(path) if model_args.dtype == "auto" else getattr(torch, model_args.dtype),
         load_in_4bit=model_args.load_in_4bit,
         device=args.device,
     )
     with PartialState().local_main_process_first():  # the others find the data in the cache
         tokenizer = load_tokenizer(path)
-        halves = _read(data, args, tokenizer)
+        halves, digest = _read(data, args, tokenizer)
+    model = load(spec)
+    run = _identity(model, args, model_args) | {"data": digest, "compare": compare}
+    folder = RunFolder(Path(str(args.output_dir)), run, RESULTS)
 
     def make(name: str, model: Any) -> Any:
         """Return the trainer of a model, whose checkpoints are in a folder of their own."""
@@ -97,7 +105,7 @@ def finetune(
         loss = float(trainer.evaluate()["eval_loss"])
         lines[name] = require_finite(loss, f"held-out loss of {name}")
 
-    trainer = make("finetune", load(spec))
+    trainer = make("finetune", model)
     with folder.open(resume=resume, state=PartialState()) as finished:
         if finished is not None:
             return finished
@@ -119,21 +127,46 @@ def finetune(
         return _save(trainer, path, folder, {**folder.run, "lines": lines})
 
 
-def _read(data: Sequence[Path | str], args: Any, tokenizer: Any) -> list[Any]:
-    """Return training and held-out documents, or examples."""
+def _check_arguments(args: Any, model_args: Any) -> None:
+    """Raise an error for invalid arguments, and for those that have no effect."""
+    weights = "MODEL has the weights, and dtype and load_in_4bit say in which type they are loaded"
+    unused = {"model_init_kwargs": weights}
+    for name in (x.name for x in fields(model_args)):
+        if name.startswith(ADAPTERS):
+            unused |= {} if model_args.use_peft else {name: "give use_peft to train adapters"}
+        elif name not in ("dtype", "load_in_4bit", "use_peft"):
+            unused[name] = weights
+    for given in (args, model_args):
+        refuse_unused(given, unused)
+        check_numbers(given)
+    if model_args.dtype not in DTYPES:
+        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {model_args.dtype!r}")
+
+
+def _identity(model: Any, args: Any, model_args: Any) -> dict[str, Any]:
+    """Return what defines a run but for the data; other processes may have no weights yet."""
+    weights = weights_fingerprint(model) if PartialState().is_main_process else ""
+    config = identity(args) | vars(model_args)
+    return {"model": weights, "spec": read_field(model.config, NAME), "config": config}
+
+
+def _read(data: Sequence[Path | str], args: Any, tokenizer: Any) -> tuple[list[Any], str]:
+    """Return training and held-out documents, or examples, and a hash of all of them."""
     field = args.dataset_text_field
     examples = bool(args.completion_only_loss or args.assistant_only_loss)
     options = RowOptions(dataset_text_field=field)
     documents = load_documents(data, options, tokenizer, examples=examples)
+    digest = hashlib.sha256(b"".join(documents["digest"])).hexdigest()[:16]
     halves = split_documents(documents, cut=not examples)
     if not examples:
-        return [x.select_columns("text").rename_columns({"text": field}) for x in halves]
+        texts = [x.select_columns("text").rename_columns({"text": field}) for x in halves]
+        return texts, digest
     found = [
         x.map(lambda row: json.loads(row["text"]), remove_columns=x.column_names) for x in halves
     ]
     if "messages" in found[0].column_names and not args.assistant_only_loss:
         raise ConfigError("The data have messages: give assistant_only_loss")
-    return found
+    return found, digest
 
 
 def _trainer(

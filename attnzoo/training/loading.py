@@ -30,6 +30,15 @@ def load_causal(path: Path, spec: AttentionSpec | None, **options: Any) -> PreTr
     return load_model(path, spec, AutoModelForCausalLM, **options)
 
 
+def require_original(path: Path) -> None:
+    """Raise ``SpecError`` if a saved model is swapped."""
+    if read_field(read_config(path), NAME) is not None:
+        raise SpecError(
+            f"{str(path)!r} is already swapped; give the original model, whose attention is to be "
+            "replaced"
+        )
+
+
 def load_model(
     path: Path,
     spec: AttentionSpec | None,
@@ -59,11 +68,8 @@ def load_model(
     """
     config = read_config(path)
     swapped = read_field(config, NAME) is not None
-    if swapped and spec is not None:
-        raise SpecError(
-            f"{str(path)!r} is already swapped; give the original model, whose attention is to be "
-            "replaced"
-        )
+    if spec is not None:
+        require_original(path)
     if not swapped and spec is None:
         raise SpecError(f"{str(path)!r} is not swapped; give an attention to swap it with")
     if spec is not None:

@@ -27,9 +27,10 @@ from attnzoo.evaluation.rows import Rows
 from attnzoo.hf.names import NAME
 from attnzoo.hf.pretrained import load_pretrained
 from attnzoo.hf.stock.classes import Windows, classes_for, stock_class
+from attnzoo.hf.swap.convert import restore, swap
 from attnzoo.report.atomic_write import atomic_write
 from attnzoo.spec import AttentionSpec, format_backend
-from attnzoo.training.loading import load_causal
+from attnzoo.training.loading import load_causal, require_original
 from attnzoo.training.planner import (
     Chosen,
     OnStep,
@@ -38,6 +39,7 @@ from attnzoo.training.planner import (
     Transferred,
     candidate_spec,
     judge,
+    require_trained,
     swap_spec,
     weights_fingerprint,
 )
@@ -296,7 +298,7 @@ def read_transferred(folder: Path) -> Transferred:
         folder: A run of ``attnzoo recover`` with transfer only.
 
     Raises:
-        SpecError: The layers have different attentions, or nothing to train.
+        SpecError: The layers have different attentions, nothing to train, or are not trained.
     """
     model: Any = load_causal(folder, None)
     layers = swapped_layers(model)
@@ -308,6 +310,8 @@ def read_transferred(folder: Path) -> Transferred:
         )
     name = format_backend(spec.default.backend, spec.default.options)
     states = {layer: backend.state_dict() for layer, backend in layers.items()}
+    restore(model)
+    require_trained(swap(model, spec), states, folder)
     return Transferred(str(folder), name, weights_fingerprint(model), states)
 
 
@@ -346,6 +350,7 @@ def make_plan(
         SpecError: The rows can judge no candidate, or ``transferred`` is of another model.
     """
     require_causal(path, "a plan measures text prediction")
+    require_original(path)
     positions = max_positions(path)
     if target_length is None:
         target_length = max(rows.length, min(TARGET_LENGTH, positions or TARGET_LENGTH))

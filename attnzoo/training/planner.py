@@ -18,6 +18,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from attnzoo.evaluation.equal_memory import EXACT, EqualWindow
 from attnzoo.evaluation.margins import Difference, mean_of, paired, speedup
 from attnzoo.evaluation.rows import Rows, contributions, predictions, require_finite
 from attnzoo.hf.layers import attention_layers
+from attnzoo.hf.saving.dtype import saved_dtype
 from attnzoo.hf.swap.convert import restore, swap
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.distil import token_divergence
@@ -52,6 +54,30 @@ def weights_fingerprint(model: nn.Module) -> str:
             x = x.float() if x.is_floating_point() and x.element_size() == 2 else x
             digest.update(x.contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
     return digest.hexdigest()[:16]
+
+
+def require_trained(
+    model: nn.Module, states: Mapping[str, Mapping[str, Tensor]], folder: Path
+) -> None:
+    """Raise an error if saved layers are as a swap starts.
+
+    Args:
+        model: A model that has just been swapped.
+        states: Those of backends, by the name of the layer.
+        folder: Where they were saved, with rounded numbers if the model has them.
+
+    Raises:
+        SpecError: They are.
+    """
+    layers, dtype = swapped_layers(model), saved_dtype(folder)
+    for name, state in states.items():
+        start = layers[name].state_dict()
+        if any(not torch.equal(x.to(dtype), start[key].to(dtype)) for key, x in state.items()):
+            return
+    raise SpecError(
+        f"The layers of {str(folder)!r} are as a swap starts, not trained; give a run of `attnzoo "
+        "recover` with transfer"
+    )
 
 
 class Planner:

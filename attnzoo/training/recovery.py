@@ -33,14 +33,14 @@ from attnzoo.hf.saving.dtype import round_weights, saved_dtype
 from attnzoo.hf.saving.files import model_class, read_config
 from attnzoo.hf.swap.convert import original_attention, restore, swap
 from attnzoo.spec import AttentionSpec
-from attnzoo.training.arguments import RecoveryArguments
+from attnzoo.training.arguments import RecoveryArguments, identity, resumes
 from attnzoo.training.callbacks import BestState, HeadEntropy
 from attnzoo.training.data import load_rows
 from attnzoo.training.distil import token_divergence
 from attnzoo.training.encoder import load_texts
 from attnzoo.training.evaluator import EncoderEvaluator, Evaluator
 from attnzoo.training.loading import load_causal, load_model
-from attnzoo.training.planner import weights_fingerprint
+from attnzoo.training.planner import require_trained, weights_fingerprint
 from attnzoo.training.run_folder import RunFolder, save_model
 from attnzoo.training.trainer import LogitDistillationTrainer, StageRows, TransferTrainer
 from attnzoo.training.transfer import (
@@ -111,8 +111,11 @@ class Recovery:
             "spec": read_field(self.model.config, NAME),
             "data": self.rows.fingerprint,
             "held_out": self.held_out.fingerprint,
-            "config": args.identity(),
+            "config": identity(args),
         }
+        self.reused: dict[str, dict[str, torch.Tensor]] = {}  # transferred layers
+        if args.transfer_from is not None:
+            self.reused = transferred_layers(self.model, Path(args.transfer_from), found)
         if self.teacher is not None:
             run["teacher"] = weights_fingerprint(self.teacher)
         self.folder = RunFolder(Path(str(args.output_dir)), run)
@@ -154,7 +157,7 @@ class Recovery:
 
     def run(self) -> dict[str, Any]:
         """Run all stages; return the content of ``recovery.json``."""
-        with self.folder.open(resume=self.args.resumes, state=self.state) as finished:
+        with self.folder.open(resume=resumes(self.args), state=self.state) as finished:
             if finished is not None:
                 self.log("The run is finished; these are its results.")
                 return finished
@@ -198,8 +201,9 @@ class Recovery:
         """Say if the model reads over the borders of documents in a row, which training packs."""
         rows = self.rows
         if isinstance(rows, Rows) and rows.is_packed:
+            some = rows.select(slice(2)).to(self.args.device)
             with evaluation_mode(self.model), torch.no_grad():
-                if not separates_documents(self.model, rows.select(slice(2))):
+                if not separates_documents(self.model, some):
                     self.log(
                         "this model does not separate the documents of a row by their positions: "
                         "training mixes them, measurements do not; give documents as long as a row"
@@ -299,7 +303,7 @@ class Recovery:
             callbacks=[HeadEntropy(self.held_out_texts())] if measured else [],
             **options,
         )
-        trainer.train(resume_from_checkpoint=args.resumes)
+        trainer.train(resume_from_checkpoint=resumes(args))
         self.stages[name] = trainer.state.log_history
         return self.gathered(trainer, rebuild)
 
@@ -355,10 +359,11 @@ class Recovery:
         """Run attention transfer on all layers that have parameters."""
         args, layers = self.args, trainable_layers(model)
         reason = "the backends have no parameters of their own"
-        if args.transfer_from is not None:
-            reused = reuse_transfer(model, Path(args.transfer_from), self.folder.run["model"])
-            self.log(f"transfer of {len(reused)} layers is reused from {args.transfer_from}")
-            layers, reason = [x for x in layers if x not in reused], "all layers are reused"
+        if self.reused:
+            for name, state in self.reused.items():
+                swapped_layers(model)[name].load_state_dict(state)
+            self.log(f"transfer of {len(self.reused)} layers is reused from {args.transfer_from}")
+            layers, reason = [x for x in layers if x not in self.reused], "all layers are reused"
         if not layers or not args.transfer_steps:
             self.log(f"transfer is skipped: {'0 steps' if layers else reason}")
             return model
@@ -405,7 +410,7 @@ class Recovery:
             self.trainer_class,
             prepared,
             name,
-            args.learning_rate or (1e-4 if args.train == "full" else 1e-3),
+            args.distil_rate,
             lambda: self.prepare(load()),
             factor=factor,
             teacher=self.teacher,
@@ -548,21 +553,20 @@ def held_out_divergence(model: Any, rows: Rows, original: Any = None) -> float:
     return math.fsum(means) / len(means)
 
 
-def reuse_transfer(model: PreTrainedModel, folder: Path, weights: str) -> list[str]:
-    """Copy the extras of a saved model into the layers that have the same backend and options.
+def transferred_layers(
+    model: PreTrainedModel, folder: Path, weights: str
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the states of a saved model's layers that have the same backend and options.
 
     Transfer trains every layer on softmax's inputs, so one run over all layers serves every plan.
 
     Args:
-        model: A swapped model.
+        model: A swapped model, as the swap starts.
         folder: A saved swap of the same model whose own weights were not trained.
         weights: Fingerprint of the model's weights.
 
-    Returns:
-        The names of the layers.
-
     Raises:
-        SpecError: The saved model has other weights, or no layer in common.
+        SpecError: The saved model has other weights, no layer in common, or is not trained.
     """
     saved: Any = load_model(folder, None, type(model))
     if weights_fingerprint(saved) != weights:
@@ -571,16 +575,15 @@ def reuse_transfer(model: PreTrainedModel, folder: Path, weights: str) -> list[s
             "match; give a run of this model with transfer only (--max-steps 0, or --train "
             "extras)"
         )
-    known = swapped_layers(saved)
-    names = []
+    known, states = swapped_layers(saved), {}
     for name in trainable_layers(model):
         backend, other = swapped_layers(model)[name], known.get(name)
         if other is not None and (other.name, other.config) == (backend.name, backend.config):
-            backend.load_state_dict(other.state_dict())
-            names.append(name)
-    if not names:
+            states[name] = other.state_dict()
+    if not states:
         raise SpecError(
             f"No layer of {str(folder)!r} with parameters to train has the backend and the options "
             "of this swap; leave transfer_from out"
         )
-    return names
+    require_trained(model, states, folder)
+    return states

@@ -91,7 +91,7 @@ class StageTrainer(Trainer):
 
     Args:
         model: The model.
-        args: Arguments of the stage.
+        args: Arguments of the stage, which takes ``max_steps`` at ``learning_rate``.
         best: Keeps the best state; the last one is kept when ``None``.
         callbacks: Further callbacks of a stage.
         kwargs: Further arguments of ``Trainer``.
@@ -103,6 +103,7 @@ class StageTrainer(Trainer):
     model: Any
     args: Any
     train_dataset: Any
+    default_rate = "distil_rate"  # property of the arguments without a learning_rate
     context: Any = nullcontext()  # in which a stage trains
     overflows = 0  # steps in a row that loss scaling has skipped
 
@@ -118,6 +119,12 @@ class StageTrainer(Trainer):
         args = copy.copy(args)
         args._n_gpu = min(1, args.n_gpu)  # DataParallel would copy the model without its hooks
         args.eval_strategy = "no"  # BestState evaluates
+        args.label_names = ["labels"]
+        for name in ("eval_steps", "save_steps", "logging_steps"):  # that may be fractions
+            every = getattr(args, name) or args.logging_steps
+            setattr(args, name, max(1, math.ceil(every * args.max_steps if every < 1 else every)))
+        if args.learning_rate is None:
+            args.learning_rate = getattr(args, self.default_rate)
         if isinstance(kwargs.get("train_dataset"), StageRows):
             args.train_sampling_strategy = "sequential"
         if args.deepspeed_plugin is not None:  # Accelerate takes one for its first instance only
@@ -327,11 +334,14 @@ class TransferTrainer(StageTrainer):
 
     Args:
         model: A swapped model; all its parameters but those of the layers are frozen.
-        args: ``transfer_target``, and ``learning_rate`` of what is trained.
+        args: ``transfer_target``, and ``max_steps`` and ``learning_rate`` of the stage;
+            ``transfer_rate`` without ``learning_rate``.
         layers: Names of the layers; all with parameters when ``None``.
         transfer: Another :class:`~attnzoo.training.transfer.Transfer`, such as that of a student.
         kwargs: As of :class:`StageTrainer`.
     """
+
+    default_rate = "transfer_rate"
 
     def __init__(
         self,

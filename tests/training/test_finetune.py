@@ -75,8 +75,16 @@ def test_a_resumed_run_equals_an_uninterrupted_one(saved, text, spec, tmp_path, 
     (out / "checkpoints" / "softmax" / "checkpoint-99").mkdir()
     with pytest.raises(RunError, match="holds a run; go on with"):
         finetune(saved, spec, [text], config(out))
-    with pytest.raises(RunError, match=r"holds another run: its config\.seed is 42, not 9"):
-        finetune(saved, spec, [text], config(out, seed=9, resume_from_checkpoint="True"))
+    other = [
+        saved,
+        spec,
+        [text, text / "a.txt"],
+        config(out, seed=9, resume_from_checkpoint="True"),
+    ]
+    with pytest.raises(
+        RunError, match=r"another run: its config\.seed is 42, not 9, .*use_peft is false.* data is"
+    ):
+        finetune(*other, trl.ModelConfig(use_peft=True))
     stop_after(3)
     resumed = finetune(saved, spec, [text], config(out, resume_from_checkpoint="True"))
     assert resumed == {**whole, "model": resumed["model"]}

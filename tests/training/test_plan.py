@@ -225,3 +225,7 @@ def test_invalid_plans_are_refused(saved, tmp_path):
         read_plan(tmp_path / "torn.json")
     with pytest.raises(SpecError, match="at least one candidate"):
         make_plan(saved, ROWS, [])
+    model = hf.AutoModelForCausalLM.from_pretrained(saved)
+    attnzoo.swap(model, "linear").save_pretrained(tmp_path / "swapped")
+    with pytest.raises(SpecError, match="is already swapped; give the original model"):
+        make_plan(tmp_path / "swapped", ROWS, CANDIDATES)

@@ -141,3 +141,16 @@ def test_untrained_layers_are_not_compared_with_trained_ones(saved, transferred,
     recover(saved, spec, [text], config(part, transfer_steps=0))
     with pytest.raises(SpecError, match="does not have one attention with parameters in all"):
         read_transferred(part)
+
+
+def test_layers_as_a_swap_starts_are_not_taken_as_trained(saved, text, spec, tmp_path):
+    """Also in weights of 16 bits, to which the folder rounds what the swap adds."""
+    for dtype in (torch.float32, torch.bfloat16):
+        folder = tmp_path / str(dtype)
+        model = hf.AutoModelForCausalLM.from_pretrained(saved, dtype=dtype)
+        attnzoo.swap(model, spec).save_pretrained(folder)
+        with pytest.raises(SpecError, match="are as a swap starts, not trained"):
+            read_transferred(folder)
+    args = config(tmp_path / "out", transfer_from=str(tmp_path / "torch.float32"))
+    with pytest.raises(SpecError, match="are as a swap starts, not trained"):
+        recover(saved, spec, [text], args)

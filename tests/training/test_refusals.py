@@ -1,0 +1,164 @@
+"""Arguments that recover and finetune refuse, and those that make another run."""
+
+import dataclasses
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers as hf
+import trl
+import typer
+
+from attnzoo.cli import app
+from attnzoo.errors import AttnzooError, ConfigError
+from attnzoo.evaluation.rows import Rows
+from attnzoo.training import arguments as module
+from attnzoo.training import recovery
+from attnzoo.training.arguments import RecoveryArguments, check_numbers, identity, resumes
+from attnzoo.training.finetune import finetune
+
+CLASSES = (RecoveryArguments, trl.SFTConfig, trl.ModelConfig)
+USED = {"dtype", "load_in_4bit", "use_peft"}  # of ModelConfig; others are those of adapters
+OPTIONAL = {  # numbers that may be None
+    *((trl.SFTConfig, "max_length"), (RecoveryArguments, "eval_steps")),
+    (RecoveryArguments, "save_total_limit"),
+}
+ADAPTERS = {x.name for x in dataclasses.fields(trl.ModelConfig) if "lora" in x.name} | {"use_dora"}
+
+
+def make(cls, **changes):
+    common = {} if cls is trl.ModelConfig else {"output_dir": "out", "use_cpu": True, "bf16": False}
+    return cls(**{**common, **changes})
+
+
+def other_value(cls, name):
+    """Return another value of a field than its default."""
+    default = next(x.default for x in dataclasses.fields(cls) if x.name == name)
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, int | float):
+        return default + (0.5 if isinstance(default, float) else 1)
+    return {"include_for_metrics": ["loss"], "lora_target_modules": ["q_proj"]}.get(name, "x")
+
+
+@pytest.mark.parametrize("name", module.UNUSED)
+def test_arguments_of_trainer_that_recovery_does_not_use_are_refused(name):
+    assert make(RecoveryArguments).output_dir == "out"
+    with pytest.raises(ConfigError, match=f"^{name} has no effect: "):
+        make(RecoveryArguments, **{name: other_value(RecoveryArguments, name)})
+
+
+@pytest.mark.parametrize("name", [x.name for x in dataclasses.fields(trl.ModelConfig)])
+def test_arguments_of_models_that_finetuning_does_not_use_are_refused(name):
+    if name in USED:
+        return
+    given = trl.ModelConfig(**{name: other_value(trl.ModelConfig, name)})
+    args = make(trl.SFTConfig)
+    with pytest.raises(ConfigError, match=f"^{name} has no effect: "):
+        finetune("/absent", None, [], args, given)
+    given.use_peft = True
+    text = f"{name} has no effect" if name not in ADAPTERS else "The tokenizer in '/absent'"
+    with pytest.raises(AttnzooError, match=text):
+        finetune("/absent", None, [], args, given)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_numbers_are_finite_and_have_least_values(cls):
+    """Of every number of every class, those of transformers and TRL too."""
+    count = 0
+    for x in dataclasses.fields(cls):
+        if isinstance(x.default, bool) or not isinstance(x.default, int | float):
+            continue
+        if x.name in ("local_rank", "ddp_timeout"):
+            continue
+        for wrong in (-7, math.nan, None, "5"):
+            args = make(cls)
+            setattr(args, x.name, wrong)
+            if wrong is None and (cls, x.name) in OPTIONAL:
+                check_numbers(args)
+                continue
+            with pytest.raises(ConfigError, match=f"^{x.name} must be "):
+                check_numbers(args)
+            count += 1
+    assert count >= 12
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("per_device_train_batch_size", 0, "at least 1"),
+        ("gradient_accumulation_steps", 0, "at least 1"),
+        ("eval_steps", 0, "above 0"),
+        ("adam_beta1", 1.5, "from 0 to 1"),
+        ("save_total_limit", 0, "at least 1"),
+        ("eval_strategy", "epoch", "one of no, steps"),
+    ],
+)
+def test_numbers_of_transformers_are_checked(name, value, message):
+    with pytest.raises(ConfigError, match=f"^{name} must be {message}"):
+        make(RecoveryArguments, **{name: value})
+
+
+def test_numbers_of_all_commands_have_a_least_value():
+    """Or one that their command checks, since it depends on others."""
+    known = {"plan": {"keep_softmax"}, "evaluate": {"limit"}, "tasks": {"seeds", "max_steps"}}
+    known |= {"heads": {"prune", "max_length"}, "inspect": {"layer", "head", "max_length"}}
+    least = {
+        (name, x.name): x.min
+        for name, command in typer.main.get_command(app).commands.items()
+        for x in command.params
+        if x.type_descriptor.annotation in (int, float) and x.name not in known.get(name, ())
+    }
+    assert ("evaluate", "control") in least
+    assert not [x for x in least if least[x] is None]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(None, False), ("", False), ("False", False), ("True", True), (True, True), (False, False)],
+)
+def test_whether_a_run_is_resumed(value, expected):
+    assert resumes(make(trl.SFTConfig, resume_from_checkpoint=value)) is expected
+    with pytest.raises(ConfigError, match=r"is True or False: .*got '/no/such/dir'"):
+        make(RecoveryArguments, resume_from_checkpoint="/no/such/dir")
+    with pytest.raises(ConfigError, match="is True or False"):
+        finetune("/absent", None, [], make(trl.SFTConfig, resume_from_checkpoint="checkpoint-3"))
+
+
+@pytest.mark.parametrize("cls", CLASSES[:2])
+def test_arguments_that_change_a_result_make_another_run(cls, monkeypatch):
+    first = identity(make(cls))
+    for name, value in {
+        **{"optim": "sgd", "neftune_noise_alpha": 5.0, "per_device_train_batch_size": 3},
+        **{"weight_decay": 0.01, "full_determinism": True, "max_steps": 7, "max_length": 24},
+        **{"adam_epsilon": 1e-7, "data_seed": 4, "tf32": False, "seed": 5},
+    }.items():
+        found = identity(make(cls, **{name: value}))
+        assert {x for x in found if found[x] != first.get(x)} == {name}
+    for name, value in {
+        **{"output_dir": "other", "run_name": "b", "report_to": "tensorboard", "save_steps": 3},
+        **{"logging_steps": 7, "resume_from_checkpoint": "True", "dataloader_num_workers": 1},
+        **{"gradient_checkpointing": True, "disable_tqdm": True},
+    }.items():
+        assert identity(make(cls, **{name: value})) == first
+    args = make(cls)
+    monkeypatch.setattr(hf.TrainingArguments, "world_size", 4)
+    assert identity(args) == first | {"processes": 4}
+    if cls is RecoveryArguments:
+        args.cp_size = 2
+        assert identity(args) == first | {"processes": 2, "cp_size": 2}
+
+
+def test_rows_are_on_the_device_of_the_model(monkeypatch, model):
+    """When documents of packed rows are tried; the rows themselves are on the CPU."""
+    found, tokens = [], torch.ones(5, 9, dtype=torch.long)
+    rows = Rows(
+        tokens=tokens, positions=torch.arange(9).remainder(4).expand(5, -1), bytes_per_token=2.0
+    )
+    monkeypatch.setattr(recovery, "separates_documents", lambda model, rows: found.append(rows))
+    run = SimpleNamespace(rows=rows, model=model, args=SimpleNamespace(device="meta"), log=print)
+    recovery.Recovery.warn_of_mixed_documents(run)
+    assert [(x.tokens.device.type, x.positions.device.type, len(x)) for x in found] == [
+        ("meta", "meta", 2)
+    ]
