@@ -1,48 +1,66 @@
-"""The number of files and function calls in one call of a layer (docs/architecture.md)."""
+"""The files and the functions of attnzoo that one layer of a model runs (docs/architecture.md)."""
 
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import LlamaConfig, LlamaModel
 
 import attnzoo
-from attnzoo.evaluation.models import embedded_model_path
+from attnzoo.hf import seam
 
 # Of the package, not any file below a folder of that name: a clone may be called attnzoo too.
 OWN_FILES = str(Path(attnzoo.__file__).parent / "_")[:-1]
+PATHS = {  # backend and options; most files and calls of a prompt, and of a token after it
+    "hybrid": ("linear", {"window": 32, "feature_map": "hedgehog"}, (25, 150), (18, 61)),
+    "linear": ("linear", {}, (19, 78), (16, 56)),
+    "delta": ("delta", {}, (26, 125), (24, 77)),
+    "block_sparse": ("block_sparse", {}, (22, 133), (18, 120)),
+    "flash": ("flash", {"window": 32}, (20, 98), (17, 83)),
+}
 
 
-@pytest.mark.parametrize(
-    ("options", "most_files", "most_calls"),
-    [({}, 12, 68), ({"window": 32, "feature_map": "hedgehog"}, 16, 138)],
-)
-def test_files_and_calls_of_a_layer(options, most_files, most_calls):
-    """A forward pass in C++ without a cache, not counting transformers and torch."""
-    model = attnzoo.swap(
-        AutoModelForCausalLM.from_pretrained(embedded_model_path()), "linear", **options
-    )
-    layer, files = model.model.layers[1].self_attn, []
-    forward = layer.forward
+def calls_of(run):
+    """Return the result of a function, and the file of each call of a function of attnzoo."""
+    files = []
 
     def count(frame, event, _):
         name = frame.f_code.co_filename
         if event == "call" and name.startswith(OWN_FILES):
-            files.append(name)
+            files.append(name.removeprefix(OWN_FILES))
 
-    def counted(*args, **kwargs):
-        sys.setprofile(count)
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            sys.setprofile(None)
+    sys.setprofile(count)
+    try:
+        return run(), files
+    finally:
+        sys.setprofile(None)
 
-    layer.forward = counted
+
+@pytest.mark.parametrize("name", PATHS)
+def test_files_and_calls_of_a_layer(name):
+    """A prompt of 600 tokens with a cache in C++, and one token, after one warm call of each."""
+    backend, options, *most = PATHS[name]
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = attnzoo.swap(LlamaModel(config).eval(), backend, **options)
+    prompt = torch.arange(600)[None] % 64
+
+    def run(ids, cache=None):
+        arguments = seam.cache_argument(cache)
+        return calls_of(lambda: model(ids, use_cache=True, **arguments))
+
     with torch.no_grad():
-        for _ in range(2):  # the first call compiles
-            files.clear()
-            model(torch.arange(64)[None], use_cache=False)
-    assert {x.impl for x in attnzoo.describe(model)} == {"cpp"}
-    assert 0 < len(set(files)) <= most_files, sorted(set(files))
-    assert len(files) <= most_calls
+        for _ in range(2):  # the first calls compile
+            out, prefill = run(prompt)
+            assert {x.impl for x in attnzoo.describe(model)} == {"cpp"}
+            _, token = run(prompt[:, :1], seam.output_cache(out))
+    for files, (most_files, most_calls) in zip((prefill, token), most, strict=True):
+        assert 0 < len(set(files)) <= most_files, sorted(set(files))
+        assert len(files) <= most_calls

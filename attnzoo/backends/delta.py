@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from attnzoo.backends.feature_maps.base import get_feature_map
 from attnzoo.backends.feature_maps.config import FeatureMapConfig
-from attnzoo.backends.gates.base import GATES, Decay, Gate, GateModule, get_gate
+from attnzoo.backends.gates.base import GATES, Gate, GateModule, get_gate
 from attnzoo.backends.gates.projections import init_identity
 from attnzoo.backends.parts.convolution import ShortConvolution
-from attnzoo.backends.parts.recurrent import RecurrentBackend, RecurrentConfig
+from attnzoo.backends.parts.recurrent import RecurrentBackend, RecurrentConfig, check_features
 from attnzoo.contract.backend import register
 from attnzoo.contract.capabilities import Capabilities
 from attnzoo.contract.config import BackendConfig, Geometry
@@ -30,7 +30,8 @@ from attnzoo.contract.states import (
     ImplChoice,
 )
 from attnzoo.errors import ConfigError
-from attnzoo.ops.delta.api import delta_attention
+from attnzoo.ops.delta.api import run_delta_attention
+from attnzoo.ops.delta.common import DeltaInputs
 from attnzoo.ops.features.functional import widen
 from attnzoo.ops.window.causal_window import (
     WindowState,
@@ -292,30 +293,25 @@ class DeltaBackend(RecurrentBackend):
         assert inputs.hidden_states is not None
         hidden = widen(inputs.hidden_states)
         beta = torch.sigmoid(_project(hidden, self.write_weight, self.write_bias))
+        q = self.feature_map(inputs.q, inputs.scale, of="queries")
         k = self.feature_map(inputs.k, inputs.scale, of="keys")
-        return delta_attention(
-            self.feature_map(inputs.q, inputs.scale, of="queries"),
-            k,
-            inputs.v,
-            2 * beta if self.config.allow_negative_eigenvalues else beta,
-            sequences=inputs.sequences,
-            log_decay=self.log_decay(k, inputs),
-            normalize_qk=True,
-            impl=self.config.impl,
+        check_features(q, k, inputs)
+        x = DeltaInputs(
+            q=q,
+            k=k,
+            v=inputs.v,
+            beta=2 * beta if self.config.allow_negative_eigenvalues else beta,
+            log_decay=None if self.gate is None else self.gate(k, inputs.hidden_states).log_decay,
             state=state,
-            return_state=inputs.return_state,
+            scale=1.0,
             chunk_size=self.config.chunk_size,
-            shard=inputs.shard,
+            normalize=True,
+            sequences=inputs.sequences,
+            return_state=inputs.return_state,
             reuse_state=inputs.reuse_state,
             slots=inputs.slots,
         )
-
-    def log_decay(self, k: Tensor, inputs: AttentionInputs) -> Tensor | None:
-        """Return the gate's log decays for features of keys, or ``None`` if there is no gate."""
-        if self.gate is None:
-            return None
-        decay: Decay = self.gate(k, inputs.hidden_states)
-        return decay.log_decay
+        return run_delta_attention(x, self.config.impl, inputs.shard)
 
     def mixing_weight(self, inputs: AttentionInputs, lse: Tensor) -> Tensor:
         """Return m, the weight of the state's output, ``[B, H, T, 1]``."""
@@ -325,8 +321,8 @@ class DeltaBackend(RecurrentBackend):
         assert self.mix_lse is not None
         logit = _project(widen(inputs.hidden_states), self.mix_weight, self.far_log_weight)
         logit = logit.unsqueeze(-1).to(lse.dtype) - self.mix_lse.to(lse.dtype).view(-1, 1, 1) * lse
-        heads = self.heads_without_window(lse.device)
-        if heads is not None:
+        if self.training and (heads := self.linear_only_heads) is not None:
+            heads = heads.to(lse.device)
             logit = logit.masked_fill(heads.view(-1, 1, 1), DELTA_ONLY)
         return logit.sigmoid()
 

@@ -20,7 +20,7 @@ from attnzoo.contract.implementation import impl_names
 from attnzoo.contract.inputs import AttentionInputs
 from attnzoo.contract.states import AttentionOutput
 from attnzoo.errors import ConfigError
-from attnzoo.ops.linear.api import linear_attention
+from attnzoo.ops.linear.api import run_linear_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,17 +141,16 @@ class GatedLinearBackend(FeatureMapBackend):
         self, q: Tensor, k: Tensor, inputs: AttentionInputs, *, feature_map: str = ""
     ) -> AttentionOutput:
         """Run the recurrence's op, or the window hybrid or linear attention with the gate."""
-        options = self.op_options(inputs, feature_map)
-        options["reuse_state"] = inputs.reuse_state
         if self.recurrence is not None:
-            return self.run_recurrence(q, k, inputs, options)
+            return self.run_recurrence(q, k, inputs)
         k, log_decay = self.gate_keys(k, inputs, feature_map)
         if self.far_log_weight is not None:
             branch = self.linear_branch(q, k, inputs, feature_map)
             log_weight = branch.log_weight - math.log(self.gate.expected_keys)
             branch = branch._replace(log_weight=log_weight, log_decay=log_decay)
             return self.attend_hybrid(inputs, branch)
-        return linear_attention(q, k, inputs.v, log_decay=log_decay, **options)
+        x = self.linear_inputs(q, k, inputs, feature_map)._replace(log_decay=log_decay)
+        return run_linear_attention(x, self.config.impl, inputs.shard)
 
     def gate_keys(
         self, k: Tensor, inputs: AttentionInputs, feature_map: str
@@ -167,11 +166,21 @@ class GatedLinearBackend(FeatureMapBackend):
             k = k * key_scale
         return k, log_decay
 
-    def run_recurrence(
-        self, q: Tensor, k: Tensor, inputs: AttentionInputs, options: dict[str, Any]
-    ) -> AttentionOutput:
+    def run_recurrence(self, q: Tensor, k: Tensor, inputs: AttentionInputs) -> AttentionOutput:
         """Run the op of a recurrence that is more than a decay."""
         assert self.recurrence is not None
+        options: dict[str, Any] = {
+            "sequences": inputs.sequences,
+            "slots": inputs.slots,
+            "normalize": self.config.normalize,
+            "impl": self.config.impl,
+            "state": inputs.state,
+            "return_state": inputs.return_state,
+            "chunk_size": self.config.chunk_size,
+            "eps": self.config.eps,
+            "shard": inputs.shard,
+            "reuse_state": inputs.reuse_state,
+        }
         for name in (*self.recurrence.fixed_options, *self.recurrence.other_options):
             del options[name]
         return self.recurrence.op(q, k, inputs.v, **self.gate(inputs.hidden_states), **options)

@@ -32,7 +32,8 @@ from attnzoo.ops.features.random_features import (
     scaled_queries,
 )
 from attnzoo.ops.hybrid.api import LinearBranch
-from attnzoo.ops.linear.api import linear_attention
+from attnzoo.ops.linear.api import run_linear_attention
+from attnzoo.ops.linear.common import LinearInputs
 from attnzoo.runtime.autocast import autocast_disabled
 from attnzoo.runtime.recomputation import value_of_call
 
@@ -269,22 +270,20 @@ class PerformerBackend(RecurrentBackend):
     def attend_block(self, inputs: AttentionInputs, projection: Tensor) -> AttentionOutput:
         """Compute the features, and run linear attention on them."""
         q, k = self.features(inputs, projection)
-        return linear_attention(
-            q,
-            k,
-            inputs.v,
-            causal=inputs.mask.causal,
-            sequences=inputs.sequences,
-            slots=inputs.slots,
+        x = LinearInputs(
+            *(q, k, inputs.v, None, inputs.state, inputs.mask.causal),
             normalize=True,
-            impl=self.config.impl,
-            state=inputs.state,
-            return_state=inputs.return_state,
-            chunk_size=self.config.chunk_size,
+            scale=1.0,
             eps=self.config.eps,
-            shard=inputs.shard,
+            chunk_size=self.config.chunk_size,
+            feature_map="identity",
+            feature_scale=1.0,
+            sequences=inputs.sequences,
+            return_state=inputs.return_state,
             reuse_state=inputs.reuse_state,
+            slots=inputs.slots,
         )
+        return run_linear_attention(x, self.config.impl, inputs.shard)
 
 
 def _split_tokens(inputs: AttentionInputs, tokens: int) -> list[AttentionInputs]:

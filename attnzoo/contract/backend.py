@@ -331,7 +331,9 @@ class AttentionBackend(nn.Module):
             crossed, exact = self.geometry.cross_attention, self.capabilities.exact
             inputs = zero_padding(inputs, crossed=crossed, exact=exact)
         inputs, factors = drop_keys(inputs, dropout) if form == "keys" else (inputs, None)
-        output = self._attend(inputs)
+        is_mapped = torch._C._functorch.peek_interpreter_stack() is not None
+        attend = self._attend if is_mapped or 0 in (*q.shape, *k.shape) else self._attend_tokens
+        output = attend(inputs)
         if slots is not None and inputs.reuse_state:
             output = keep_pool(state, slots, output)
         return self._with_weights(inputs, output, factors) if return_weights else output
@@ -373,7 +375,8 @@ class AttentionBackend(nn.Module):
             given.append("attention sinks are given")
         if (inputs.state is not None or inputs.return_state) and not can.recurrent:
             given.append("a state is requested")
-        reasons += [f"{what}, which it does not support (softmax and flash do)" for what in given]
+        for what in given:
+            reasons.append(f"{what}, which it does not support (softmax and flash do)")
         if length > 1 and not (can.causal if mask.causal else can.bidirectional):
             kind = "causal" if mask.causal else "bidirectional"
             reasons.append(f"the mask is {kind}, which it does not support")
@@ -434,19 +437,14 @@ class AttentionBackend(nn.Module):
         """Run :meth:`attend`, also on empty inputs and packed rows, and set ``ran``."""
         if 0 in (*inputs.q.shape, *inputs.k.shape):
             return attend_to_nothing(self._attend, inputs)
-        # of torch.func; is_transformed() would be one more call in every layer
         mapped = torch._C._functorch.peek_interpreter_stack() is not None
-        if mapped and not torch.compiler.is_compiling():
-            fields = inputs.mask.mapped_fields()
-            if fields:
-                return self._attend_mapped(inputs, fields)
-        return self._attend_tokens(inputs)
-
-    def _attend_mapped(self, inputs: AttentionInputs, fields: str) -> AttentionOutput:
-        """Run a call with a mask that ``torch.vmap`` maps."""
+        is_traced = not mapped or torch.compiler.is_compiling()
+        fields = "" if is_traced else inputs.mask.mapped_fields()
         try:
             return self._attend_tokens(inputs)
         except RuntimeError as error:  # a value is read, or an operator is not mapped
+            if not fields:
+                raise
             raise UnsupportedError(
                 f"{self.geometry.name}: backend {self.name!r} cannot run under torch.vmap with a "
                 f"mapped mask ({fields}), whose values decide what it computes. Make the mapped "

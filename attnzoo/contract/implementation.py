@@ -13,15 +13,15 @@ An implementation is one file and one registration::
         )
     )
 
-The op calls :func:`select` once per call, calls what it returns, and returns the choice with its
-output, which ``attnzoo.describe`` shows. The configs of backends, ``attnzoo list`` and all errors
-read the same registry.
+``step=`` computes one token of decoding. The op calls :func:`select` once per call, calls what it
+returns, and returns the choice with its output, which ``attnzoo.describe`` shows. The configs of
+backends, ``attnzoo list`` and all errors read the same registry.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -69,6 +69,13 @@ class Implementation(Generic[Call, Result]):
         note: Returns what ``describe`` adds about a call, for example the kernel that runs; ``""``
             if nothing.
         onnx: Whether ``torch.onnx.export`` translates all its operators.
+        priority: ``impl="auto"`` tries higher numbers first, and names in alphabetical order among
+            equal ones, those for the call's device type before those for every device. The ones of
+            attnzoo have 0, and 10 where there are two for a device type.
+        step: Computes a call of one token, from a state, for ops that have steps. They are ops of
+            their own, ``linear_step`` of ``linear_attention``, with the other fields of this one.
+        step_reasons: As ``reasons``, for a step.
+        step_form: As ``form``, for a step.
     """
 
     op: str
@@ -83,6 +90,10 @@ class Implementation(Generic[Call, Result]):
     verdict: Callable[[Call], tuple[str, str]] | None = None
     note: Callable[[Call], str] | None = None
     onnx: bool = False
+    priority: int = 0
+    step: Callable[[Any], Any] | None = None
+    step_reasons: Callable[[Any], list[str]] | None = None
+    step_form: str = "one token"
     choice: ImplChoice = field(init=False, compare=False)  # by "auto", without more to say
     named: ImplChoice = field(init=False, compare=False)  # by its name
 
@@ -130,15 +141,13 @@ _AUTOMATIC: dict[str, dict[str, tuple[Implementation[Any, Any], ...]]] = {}
 
 
 def register_implementation(*implementations: Implementation[Any, Any]) -> None:
-    """Register implementations. The name of each must be new to its op.
-
-    ``impl="auto"`` tries those for the device type of a call before those for every device, in the
-    order of registration.
+    """Register implementations, and their steps. The name of each must be new to its op.
 
     Raises:
         ValueError: The op has another implementation of a name, or a ``"reference"`` is automatic.
     """
-    for each in implementations:
+    steps = [_step_of(each) for each in implementations if each.step is not None]
+    for each in (*implementations, *steps):
         op, name = each.op, each.name
         if name == "auto" or (name == "reference" and each.automatic):
             raise ValueError(
@@ -155,11 +164,20 @@ def register_implementation(*implementations: Implementation[Any, Any]) -> None:
         _AUTOMATIC[op] = _automatic(table.values())
 
 
+def _step_of(each: Implementation[Any, Any]) -> Implementation[Any, Any]:
+    """Return the implementation of one token that belongs to one of an op."""
+    op = f"{each.op.removesuffix('_attention')}_step"
+    step: dict[str, Any] = {"op": op, "run": each.step, "reasons": each.step_reasons}
+    step["form"] = each.step_form
+    return replace(each, **step, step=None, auto_reasons=None, note=None)
+
+
 def _automatic(
     table: Iterable[Implementation[Any, Any]],
 ) -> dict[str, tuple[Implementation[Any, Any], ...]]:
     """Return what ``impl="auto"`` selects from, by device type."""
     found = [each for each in table if each.automatic]
+    found.sort(key=lambda each: (-each.priority, each.name))
     general = tuple(each for each in found if not each.devices)
     types = {device for each in found for device in each.devices}
     special = {x: (*(each for each in found if x in each.devices), *general) for x in types}

@@ -145,7 +145,8 @@ class AttentionMask:
 
         Layers that share a mask get the same one, which counts its tokens once.
         """
-        if self.is_plain:
+        is_full = self.padding is None and self.segment_ids is None
+        if is_full and self.window is None and self.function is None:
             return PLAIN[self.causal]
         if torch.compiler.is_compiling():
             return self._of_new_tokens(q_length)

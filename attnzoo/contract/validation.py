@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.contract.config import MAX_SIZE
-from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.masks import PLAIN, AttentionMask
 from attnzoo.contract.sequences import Sequences
 from attnzoo.errors import ConfigError, UnsupportedError, short_repr
 
@@ -70,7 +70,7 @@ def qkv_reasons(
             f"the number of query heads must be a multiple of the number of key heads, got {heads} "
             f"and {key_heads}"
         )
-    if mask is not None:
+    if mask is not None and mask is not PLAIN.get(mask.causal):
         reasons += _mask_reasons(mask, key_batch, length, q.device)
     return reasons
 

@@ -14,9 +14,9 @@ from transformers.cache_utils import Cache, StaticLayer
 
 from attnzoo.contract.backend import AttentionBackend
 from attnzoo.errors import UnsupportedError
-from attnzoo.hf.attention.call import cache_index, layer_backend
+from attnzoo.hf.attention.call import layer_backend
 from attnzoo.hf.cache.past_keys import refuse_export
-from attnzoo.hf.cache.state_layer import State, StateLayer, StaticStateLayer
+from attnzoo.hf.cache.state_layer import State, StateLayer, StaticStateLayer, cache_index
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.names import NAME
 

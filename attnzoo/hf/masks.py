@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.masking_utils import AttentionMaskInterface
 
 from attnzoo.contract.masks import AttentionMask, Window
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf import seam
+from attnzoo.hf.names import NAME
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -148,13 +150,18 @@ def make_mask(
     Raises:
         UnsupportedError: An argument is unknown.
     """
-    seam.refuse_unknown_arguments("the mask", kwargs, seam.IGNORED_MASK_ARGUMENTS)
+    if kwargs.keys() - seam.IGNORED_MASK_ARGUMENTS:
+        seam.refuse_unknown_arguments("the mask", kwargs, seam.IGNORED_MASK_ARGUMENTS)
     if isinstance(attention_mask, ModelMask):
         return attention_mask
     if isinstance(q_offset, Tensor):  # a static cache updates its counter in place
         q_offset = q_offset.clone()
-    padding = _padding(attention_mask, kv_length, kv_offset)
-    parsed = _parse_mask_function(mask_function)
+    padding = None
+    if attention_mask is not None:
+        padding = _padding(attention_mask, kv_length, kv_offset)
+    parsed = ParsedMask(causal=True)
+    if mask_function is not seam.causal_mask_function:
+        parsed = _parse_mask_function(mask_function)
     mask = ModelMask(
         causal=parsed.causal,
         window=parsed.window,
@@ -184,10 +191,8 @@ def make_mask(
     return replace(mask, function=dense, function_name=f"an unknown function ({parsed.unknown})")
 
 
-def _padding(attention_mask: Tensor | None, length: int, offset: int | Tensor) -> Tensor | None:
+def _padding(attention_mask: Tensor, length: int, offset: int | Tensor) -> Tensor | None:
     """Return the padding with one entry per key; ``None`` if all are real (not when compiling)."""
-    if attention_mask is None:
-        return None
     if isinstance(offset, int) and isinstance(length, int):
         padding = attention_mask[:, offset : offset + length]
         if padding.shape[1] < length:  # unused keys of a static cache
@@ -238,6 +243,9 @@ def _parse_mask_function(
     elif kind != "none":
         parsed.unknown = value
     return parsed
+
+
+AttentionMaskInterface.register(NAME, make_mask)  # in place of the function that imports this file
 
 
 def read_mask(

@@ -67,20 +67,6 @@ def is_transformed() -> bool:
     )
 
 
-def is_plain_call(*tensors: Tensor | None) -> bool:
-    """Return whether a kernel may read the tensors of a call by address.
-
-    The call must not be compiled, transformed or recorded for a backward pass, and the numbers in
-    memory must be the values: a view such as ``z.conj().imag`` is negated when it is read.
-    """
-    if torch.compiler.is_compiling() or is_transformed():
-        return False
-    given = [x for x in tensors if x is not None]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
-        return False
-    return not any(map(Tensor.is_neg, given))
-
-
 def _has_tangent(x: Tensor) -> bool:
     return forward_ad.unpack_dual(x).tangent is not None
 

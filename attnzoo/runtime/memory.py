@@ -87,9 +87,32 @@ def rows_of(x: Tensor) -> Rows:
     return Rows(x.data_ptr(), DTYPE_NUMBERS[x.dtype], (ctypes.c_int64 * 3)(*x.stride()[:3]))
 
 
-def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``x`` in a dtype; a call of ``to`` that changes nothing takes a microsecond."""
-    return x if x.dtype == dtype else x.to(dtype)
+def rows_in(dtype: torch.dtype, *tensors: Tensor) -> list[Tensor]:
+    """Return tensors in a dtype, with contiguous rows; the same ones where nothing changes."""
+    found = []
+    for x in tensors:
+        x = x if x.dtype == dtype else x.to(dtype)
+        found.append(x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous())
+    return found
+
+
+def is_plain_call(*tensors: Tensor | None) -> bool:
+    """Return whether a kernel may read the tensors of a call by address.
+
+    The call must not be compiled, transformed or recorded for a backward pass, and the numbers in
+    memory must be the values: a view such as ``z.conj().imag`` is negated when it is read.
+    """
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    records = torch.is_grad_enabled()
+    for x in tensors:
+        if x is None:
+            continue
+        if x.is_neg() or (records and x.requires_grad):
+            return False
+    return True
 
 
 def with_contiguous_rows(x: Tensor) -> Tensor:
@@ -97,12 +120,16 @@ def with_contiguous_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
-def with_contiguous_states(x: Tensor) -> Tensor:
-    """Return ``x`` if each of its states ``x[i]`` is contiguous, otherwise a contiguous copy.
+def with_contiguous_states(*tensors: Tensor) -> list[Tensor]:
+    """Return tensors whose states ``x[i]`` are contiguous: the given ones, or contiguous copies.
 
     States of a pool may have gaps between them, as in the pages of a cache.
     """
-    return x if x.is_contiguous() or _is_dense(x.shape[1:], x.stride()[1:]) else x.contiguous()
+    found = []
+    for x in tensors:
+        is_dense = x.is_contiguous() or _is_dense(x.shape[1:], x.stride()[1:])
+        found.append(x if is_dense else x.contiguous())
+    return found
 
 
 @lru_cache(maxsize=1024)
@@ -172,9 +199,9 @@ def map_token_blocks(function: Callable[[Tensor], Tensor], x: Tensor, *weights: 
         x: ``[B, H, T, D]``.
         weights: Other tensors that the function reads.
     """
-    if not _may_write_in_place([x, *weights]):
-        return function(x)
     length = x.shape[2]
+    if length < MIN_BLOCKS or not _may_write_in_place([x, *weights]):
+        return function(x)
     step = max(BLOCK_BYTES * length // max(x.nbytes, 1), 1)
     if MIN_BLOCKS * step > length:
         return function(x)

@@ -1,5 +1,6 @@
 """The registry of implementations: order, devices, errors, and one of another device."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -67,18 +68,36 @@ def make(name, *devices, automatic="for tests", **options):
     return Implementation(op="op", name=name, devices=devices, automatic=automatic, **options)
 
 
-def test_auto_prefers_the_device_then_the_order(empty):
-    register_implementation(
-        make("first"), make("second"), make("fast", "mps", "xpu"), make("faster", "mps")
-    )
+@pytest.mark.parametrize("order", [1, -1])
+def test_auto_prefers_the_device_then_the_priority_then_the_name(order, empty):
+    made = [
+        make("second"),
+        make("first", priority=2),
+        make("fast", "mps", "xpu", priority=-1),
+        make("faster", "mps"),
+        make("alone", "xpu", priority=-1),
+    ]
+    for each in made[::order]:  # the order of imports does not count
+        register_implementation(each)
     register_implementation(make("reference", automatic=""), make("slow", "mps", automatic=""))
     chosen = {x: select("op", call_on(x))[1].impl for x in ("mps", "xpu", "cpu", "cuda")}
-    assert chosen == {"mps": "fast", "xpu": "fast", "cpu": "first", "cuda": "first"}
-    assert impl_names("op") == (
-        "auto", "first", "second", "fast", "faster", "reference", "slow",
-    )  # fmt: skip
+    assert chosen == {"mps": "faster", "xpu": "alone", "cpu": "first", "cuda": "first"}
+    names = [x.name for x in made[::order]]
+    assert impl_names("op") == ("auto", *names, "reference", "slow")
     assert select("op", call_on("cpu"))[0].run(None) == "first"
     assert select("op", call_on("mps"), "slow")[1] == ("slow", "named in the options")
+
+
+def test_a_step_is_registered_with_its_op(empty):
+    step = {"step": lambda call: "one", "step_reasons": lambda call: ["no state"]}
+    skip = {"auto_reasons": lambda call: ["one token"], "note": lambda call: "of many"}
+    register_implementation(replace(make("fast", **step, **skip), op="my_attention"))
+    assert select_if_supported("my_step", call_on("cpu")) is None
+    step["step_reasons"] = None
+    register_implementation(replace(make("slow", **step, **skip), op="my_attention"))
+    found, choice = select("my_step", call_on("cpu"))
+    assert found.run(None) == "one"
+    assert choice == ("slow", "one token; for tests; fast cannot: no state")
 
 
 def test_a_name_belongs_to_one_implementation(empty):
@@ -120,7 +139,7 @@ def test_errors_give_every_reason(empty):
 
 def test_describe_gives_the_reasons(empty):
     register_implementation(
-        make("fast", "mps", reasons=lambda call: ["rows are packed"]),
+        make("fast", "mps", reasons=lambda call: ["rows are packed"], priority=1),
         make(
             "checked", "mps", verdict=lambda call: ("", "checked here"), note=lambda call: "in one"
         ),

@@ -91,7 +91,7 @@ def test_arguments_by_position_and_by_keyword():
     x = torch.ones(1)
     for args, kwargs in (((x, None, cache), {}), ((x,), {"cache": cache})):
         assert arguments.cache(args, kwargs) is cache
-        assert arguments.get(seam.HIDDEN_STATES, args, kwargs) is x
+        assert arguments.find(args, kwargs, seam.HIDDEN_STATES)[0] is x
     assert arguments.cache((x,), {}) is None
 
 

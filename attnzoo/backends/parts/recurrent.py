@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from itertools import repeat
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +28,12 @@ from attnzoo.contract.config import (
 from attnzoo.contract.implementation import impl_names
 from attnzoo.contract.inputs import AttentionInputs
 from attnzoo.contract.states import AttentionOutput
-from attnzoo.errors import ConfigError
-from attnzoo.ops.hybrid.api import hybrid_attention
-from attnzoo.ops.hybrid.state import LinearBranch, with_window
-from attnzoo.ops.linear.api import linear_attention
-from attnzoo.ops.linear.common import MapWeights
+from attnzoo.errors import ConfigError, UnsupportedError
+from attnzoo.ops.hybrid.api import run_hybrid_attention
+from attnzoo.ops.hybrid.state import HybridInputs, LinearBranch, with_window
+from attnzoo.ops.linear.api import run_linear_attention
+from attnzoo.ops.linear.common import LinearInputs, MapWeights
 from attnzoo.runtime.autocast import autocast_disabled
-from attnzoo.runtime.memory import cast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +85,17 @@ class RecurrentConfig(BackendConfig):
                 f"{name}.chunk_size must be at least 1 token, got {self.chunk_size}; leave it out "
                 "to let the op choose"
             )
+
+
+def check_features(q: Tensor, k: Tensor, inputs: AttentionInputs) -> None:
+    """Raise ``UnsupportedError`` if features, which an op reads by address, do not fit a call."""
+    given = (q.shape[:3], k.shape[:3], q.shape[3])
+    if given != (inputs.q.shape[:3], inputs.k.shape[:3], k.shape[3]):
+        raise UnsupportedError(
+            "a feature map must return [B, H, T, F] of queries and [B, Hkv, S, F] of keys, here "
+            f"of queries {list(inputs.q.shape)} and keys {list(inputs.k.shape)}; got "
+            f"{list(q.shape)} and {list(k.shape)}"
+        )
 
 
 def check_eps(config: RecurrentConfig, eps: float, default: float) -> None:
@@ -247,11 +258,6 @@ class RecurrentBackend(AttentionBackend):
                 )
         return reasons
 
-    def heads_without_window(self, device: torch.device) -> Tensor | None:
-        """Return which heads attend without their window in training, ``[H]`` bool, if any."""
-        heads = self.linear_only_heads if self.training else None
-        return None if heads is None else heads.to(device)
-
     def window_of_call(self, inputs: AttentionInputs) -> int:
         """Return the window, or the rows that the growing state of a wide window has so far."""
         window, state = self.config.window, inputs.state
@@ -268,30 +274,31 @@ class RecurrentBackend(AttentionBackend):
     def attend_hybrid(self, inputs: AttentionInputs, branch: LinearBranch) -> AttentionOutput:
         """Compute softmax attention inside the window and linear attention outside."""
         assert self.config.window is not None
-        heads = self.heads_without_window(inputs.q.device)
-        if heads is not None:
-            branch = branch._replace(linear_only_heads=heads)
-        window, state = self.window_of_call(inputs), inputs.state
-        if state is not None and inputs.slots is None:
-            state = with_window(state, window)
-        return hybrid_attention(
-            inputs.q,
-            inputs.k,
-            inputs.v,
-            branch,
-            causal=inputs.mask.causal,
-            sequences=inputs.sequences,
+        if self.training and self.linear_only_heads is not None:
+            branch = branch._replace(linear_only_heads=self.linear_only_heads.to(inputs.q.device))
+        window, state = self.config.window, inputs.state
+        if window > states.FULL_STATE:
+            window = self.window_of_call(inputs)
+            if state is not None and inputs.slots is None:
+                state = with_window(state, window)
+        x = HybridInputs(
+            q=inputs.q,
+            k=inputs.k,
+            v=inputs.v,
+            branch=branch,
             window=window,
             scale=inputs.scale,
+            causal=inputs.mask.causal,
+            sequences=inputs.sequences,
+            lengths=None,
             state=state,
             return_state=inputs.return_state,
-            impl=self.config.impl,
             chunk_size=self.config.chunk_size,
-            shard=inputs.shard,
             num_sinks=self.config.num_sinks,
-            reuse_state=inputs.reuse_state,
-            slots=inputs.slots,
         )
+        in_place, slots = inputs.reuse_state, inputs.slots
+        impl, shard = self.config.impl, inputs.shard
+        return run_hybrid_attention(x, impl, shard, reuse_state=in_place, slots=slots)
 
 
 class FeatureMapBackend(RecurrentBackend):
@@ -362,7 +369,7 @@ class FeatureMapBackend(RecurrentBackend):
         module = self.feature_map
         if not module.fused_weights:
             return None
-        return MapWeights(*(getattr(module, name) for name in module.fused_weights))
+        return MapWeights(*map(getattr, repeat(module), module.fused_weights))
 
     def run_op(
         self, q: Tensor, k: Tensor, inputs: AttentionInputs, *, feature_map: str = ""
@@ -374,14 +381,8 @@ class FeatureMapBackend(RecurrentBackend):
         if self.far_log_weight is not None:
             branch = self.linear_branch(q, k, inputs, feature_map)
             return self.attend_hybrid(inputs, branch._replace(mean=True))
-        options = self.op_options(inputs, feature_map)
-        return linear_attention(
-            *(q, k, inputs.v),
-            causal=inputs.mask.causal,
-            query_sequences=inputs.query_sequences,
-            reuse_state=inputs.reuse_state,
-            **options,
-        )
+        x = self.linear_inputs(q, k, inputs, feature_map)
+        return run_linear_attention(x, self.config.impl, inputs.shard)
 
     def linear_branch(
         self, q: Tensor, k: Tensor, inputs: AttentionInputs, feature_map: str
@@ -389,7 +390,7 @@ class FeatureMapBackend(RecurrentBackend):
         """Return the linear branch of a window hybrid; arguments as in :meth:`run_op`."""
         own = self.far_log_weight
         assert own is not None
-        weight = cast(own, torch.promote_types(q.dtype, torch.float32)).view(1, -1, 1, 1)
+        weight = own.to(torch.promote_types(q.dtype, torch.float32)).view(1, -1, 1, 1)
         if not feature_map:
             return LinearBranch(q, k, weight)
         return LinearBranch(
@@ -401,23 +402,28 @@ class FeatureMapBackend(RecurrentBackend):
             map_weights=self.map_weights(),
         )
 
-    def op_options(self, inputs: AttentionInputs, feature_map: str = "") -> dict[str, Any]:
-        """Return the options that every op of plain or gated linear attention takes.
-
-        Those of the feature map are among them only if the op applies it.
-        """
-        options: dict[str, Any] = {
-            "sequences": inputs.sequences,
-            "slots": inputs.slots,
-            "normalize": self.config.normalize,
-            "impl": self.config.impl,
-            "state": inputs.state,
-            "return_state": inputs.return_state,
-            "chunk_size": self.config.chunk_size,
-            "eps": self.config.eps,
-            "shard": inputs.shard,
-        }
-        if feature_map:
-            options |= {"feature_map": feature_map, "feature_scale": inputs.scale}
-            options["map_weights"] = self.map_weights()
-        return options
+    def linear_inputs(
+        self, q: Tensor, k: Tensor, inputs: AttentionInputs, feature_map: str
+    ) -> LinearInputs:
+        """Return the inputs of linear attention; arguments as in :meth:`run_op`."""
+        check_features(q, k, inputs)
+        return LinearInputs(
+            q=q,
+            k=k,
+            v=inputs.v,
+            log_decay=None,
+            state=inputs.state,
+            causal=inputs.mask.causal,
+            normalize=self.config.normalize,
+            scale=1.0,
+            eps=self.config.eps,
+            chunk_size=self.config.chunk_size,
+            feature_map=feature_map or "identity",
+            feature_scale=inputs.scale if feature_map else 1.0,
+            map_weights=self.map_weights() if feature_map else None,
+            sequences=inputs.sequences,
+            return_state=inputs.return_state,
+            reuse_state=inputs.reuse_state,
+            slots=inputs.slots,
+            query_sequences=inputs.query_sequences,
+        )

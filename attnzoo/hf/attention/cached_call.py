@@ -46,7 +46,8 @@ def run_with_state(
     Raises:
         UnsupportedError: The call cannot continue from the state.
     """
-    _refuse_mask_function(backend, mask)
+    if mask.function is not None:
+        _refuse_mask_function(backend, mask)
     if layer.update_pending:  # the module has not updated the cache: the keys are another layer's
         new = mask.new_tokens if isinstance(mask, ModelMask) else query.shape[2]
         if key.shape[2] > new:
@@ -55,8 +56,13 @@ def run_with_state(
             return found
         layer.update(key, value)
     new, queries = key.shape[2], query.shape[2]
-    mask = replace(mask, q_offset=mask.q_offset - (new - queries)) if queries < new else mask
-    _check_count(backend, layer, mask, new)
+    is_short = queries < new
+    mask = replace(mask, q_offset=mask.q_offset - (new - queries)) if is_short else mask
+    if isinstance(mask, ModelMask) and not isinstance(mask.first, Tensor):
+        is_empty = layer.state is None and layer.unread is None
+        held = 0 if is_empty else layer.cumulative_length - new
+        if isinstance(held, int) and held != mask.first:
+            _refuse_count(backend, mask.first, held)
     past = None
     if not torch.compiler.is_compiling():  # raising on a tensor's values breaks the graph
         past = update_past_padding(mask, layer.past_padding, new, layer.cumulative_length)
@@ -66,17 +72,22 @@ def run_with_state(
     mask = mask.of_new_tokens(new)
     if layer.overwrites_state and backend.capabilities.reuses_state:
         options["reuse_state"] = True
-    recorded = F.pad(query, (0, 0, new - queries, 0)) if queries < new else query
-    call = _record_call(backend, recorded, key, value, mask, options)
-    query, mask = _with_all_queries(backend, query, new, mask)
+    call = None
+    if layer.record_past:
+        recorded = F.pad(query, (0, 0, new - queries, 0)) if is_short else query
+        call = _record_call(backend, recorded, key, value, mask, options)
+    if is_short:
+        query, mask = _with_all_queries(backend, query, new, mask)
     output: AttentionOutput = backend(
         query, key, value, mask=mask, state=layer.readable_state(), return_state=True, **options
     )
     if output.out.dtype != query.dtype == value.dtype:
         refuse_dtype_of_cache(query, output.out)
-    layer.set_state(output.state, call)
+    if call is not None:
+        layer.record(call)
+    layer.store(output.state)
     layer.past_padding = past
-    return _last_queries(output, queries)
+    return _last_queries(output, queries) if is_short else output
 
 
 def _record_call(
@@ -217,8 +228,6 @@ def refuse_dtype_of_cache(query: Tensor, held: Tensor) -> None:
 
 def _refuse_mask_function(backend: Any, mask: AttentionMask) -> None:
     """Raise for a mask that is a function, which a state of constant size cannot continue under."""
-    if mask.function is None:
-        return
     advice = (
         "call the model with use_cache=False"
         if backend.capabilities.arbitrary_mask
@@ -230,15 +239,11 @@ def _refuse_mask_function(backend: Any, mask: AttentionMask) -> None:
     )
 
 
-def _check_count(backend: Any, layer: StateLayer, mask: AttentionMask, new: int) -> None:
-    """Raise if the model counts other earlier tokens than the state holds."""
-    if not isinstance(mask, ModelMask) or isinstance(mask.first, Tensor):
-        return
-    held = 0 if layer.state is None and layer.unread is None else layer.cumulative_length - new
-    if isinstance(held, int) and held != mask.first:
-        raise UnsupportedError(
-            f"{backend.geometry.name}: the mask begins after {mask.first} tokens, and the state of "
-            f"backend {backend.name!r} holds {held}: the model keeps the keys of this call "
-            "in an entry of the cache that is not the layer's own. Call the model with "
-            "use_cache=False, or give this layer an exact backend"
-        )
+def _refuse_count(backend: Any, first: int, held: int) -> None:
+    """Raise because the model counts other earlier tokens than the state holds."""
+    raise UnsupportedError(
+        f"{backend.geometry.name}: the mask begins after {first} tokens, and the state of "
+        f"backend {backend.name!r} holds {held}: the model keeps the keys of this call "
+        "in an entry of the cache that is not the layer's own. Call the model with "
+        "use_cache=False, or give this layer an exact backend"
+    )

@@ -87,17 +87,19 @@ class ForwardArguments:
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self.names = tuple(inspect.signature(inspect.unwrap(forward)).parameters)[1:]
-        self._positions = {name: i for i, name in enumerate(self.names)}
 
-    def get(self, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the first argument of ``names`` that is not ``None``."""
-        for name in names:
-            value = kwargs.get(name)
-            if value is None and name in self._positions and self._positions[name] < len(args):
-                value = args[self._positions[name]]
-            if value is not None:
-                return value
-        return None
+    def find(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *groups: tuple[str, ...]
+    ) -> list[Any]:
+        """Return the first argument of each group of names that is not ``None``."""
+        given, found = dict(zip(self.names, args, strict=False)) | kwargs, []
+        for names in groups:
+            value = None
+            for name in names:
+                if (value := given.get(name)) is not None:
+                    break
+            found.append(value)
+        return found
 
     def cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the cache, or ``None``.
@@ -105,16 +107,18 @@ class ForwardArguments:
         Raises:
             UnsupportedError: A cache is given under a name that is not in ``seam.CACHE``.
         """
-        found = self.get(seam.CACHE, args, kwargs)
-        if found is None:
-            for name, value in (*zip(self.names, args, strict=False), *kwargs.items()):
-                if isinstance(value, seam.Cache):
-                    raise UnsupportedError(
-                        f"the model passes its cache as {name!r}, a name that attnzoo does not "
-                        f"know in {seam.package('transformers')} (known: "
-                        f"{', '.join(seam.CACHE)}), so no state can be kept. {seam.HOW_TO_GO_ON}"
-                    )
-        return found
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        for name in seam.CACHE:
+            if (found := given.get(name)) is not None:
+                return found
+        for name, value in given.items():
+            if isinstance(value, seam.Cache):
+                raise UnsupportedError(
+                    f"the model passes its cache as {name!r}, a name that attnzoo does not know "
+                    f"in {seam.package('transformers')} (known: {', '.join(seam.CACHE)}), so no "
+                    f"state can be kept. {seam.HOW_TO_GO_ON}"
+                )
+        return None
 
 
 class LayerHook(ForwardArguments):
@@ -125,18 +129,20 @@ class LayerHook(ForwardArguments):
         if module.config._attn_implementation != NAME:
             return  # set_attn_implementation was called: the layer runs its own attention
         backend = module.attnzoo
-        cross = self.get(seam.ENCODER_STATES, args, kwargs) is not None
-        names = seam.HIDDEN_STATES if backend.capabilities.needs_hidden_states else ()
-        hidden, layer = self.get(names, args, kwargs), None
-        if not backend.keeps_all_keys and not cross:
+        can, layer = backend.capabilities, None
+        names = seam.HIDDEN_STATES if can.needs_hidden_states else ()
+        groups = names, seam.ENCODER_STATES, seam.ATTENTION_MASK
+        hidden, encoder, mask = self.find(args, kwargs, *groups)
+        if encoder is None and not backend.keeps_all_keys:
             cache = self.cache(args, kwargs)
             if cache is not None:
-                _refuse_state(backend)
-                layer = state_layer(cache, cache_index(module, backend), backend)
-        elif backend.capabilities.exact_steps and not cross:
+                if not backend.geometry.causal or torch.compiler.is_compiling():
+                    _refuse_state(backend)
+                layer = state_layer(cache, module, backend)
+        elif can.exact_steps and encoder is None:
             _refuse_candidates(backend, self.cache(args, kwargs))
-        mask = self.get(seam.ATTENTION_MASK, args, kwargs)
-        module._attnzoo_arguments.value = LayerArguments(hidden, layer, cross, mask)
+        arguments = LayerArguments(hidden, layer, encoder is not None, mask)
+        module._attnzoo_arguments.value = arguments
 
 
 def _refuse_candidates(backend: AttentionBackend, cache: Any) -> None:
@@ -195,7 +201,7 @@ def pass_hidden_states(module: nn.Module, argument: str) -> RemovableHandle:
         )
 
     def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return args, kwargs | {argument: arguments.get(seam.HIDDEN_STATES, args, kwargs)}
+        return args, kwargs | {argument: arguments.find(args, kwargs, seam.HIDDEN_STATES)[0]}
 
     return module.register_forward_pre_hook(add, with_kwargs=True)
 
@@ -206,12 +212,6 @@ def layer_backend(module: nn.Module) -> Any:
     if isinstance(found, AttentionBackend) or hasattr(found, "attend"):
         return found
     return None
-
-
-def cache_index(module: nn.Module, backend: AttentionBackend) -> int:
-    """Return the index of the layer's entry in the cache."""
-    index = getattr(module, "layer_idx", None)
-    return index if isinstance(index, int) else backend.geometry.layer
 
 
 def attention(
@@ -274,8 +274,7 @@ def attention(
     backend = layer_backend(module)
     if backend is None and seam.attends_to_layers(module):
         return seam.attend_to_layers(query, key, value, scaling), None
-    _check_arguments(module, backend, kwargs)
-    arguments = _take_arguments(module, backend)
+    arguments = _take_arguments(module, backend, kwargs)
     mask, bias = attention_mask, None
     if pages is not None and mask is None:
         mask = seam.mask_of_pages(sliding_window)
@@ -391,8 +390,14 @@ def _add_position_bias(
     return position_bias if bias is None else bias + position_bias
 
 
-def _check_arguments(module: nn.Module, backend: Any, kwargs: dict[str, Any]) -> None:
-    """Raise if a layer has no backend, or the model passes an argument it does not support."""
+def _take_arguments(module: nn.Module, backend: Any, kwargs: dict[str, Any]) -> LayerArguments:
+    """Return the pending arguments once: one state cannot serve two calls in one forward pass.
+
+    Args:
+        module: The attention module.
+        backend: Its backend, or ``None``, which is refused.
+        kwargs: Arguments of the attention function that nothing of ours reads.
+    """
     if backend is None:
         raise UnsupportedError(
             f"{type(module).__name__} runs with attn_implementation='attnzoo' but has no backend; "
@@ -407,10 +412,6 @@ def _check_arguments(module: nn.Module, backend: Any, kwargs: dict[str, Any]) ->
                 f"argument {name!r}, which this model passes; keep this model on "
                 "attn_implementation='eager' or 'sdpa'"
             )
-
-
-def _take_arguments(module: nn.Module, backend: Any) -> LayerArguments:
-    """Return the pending arguments once: one state cannot serve two calls in one forward pass."""
     pending: Any = module._attnzoo_arguments
     arguments: LayerArguments = pending.value
     if arguments is CONSUMED:

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -199,17 +199,19 @@ class StateLayer(RecordsCalls, CacheLayerMixin):
         self._clear_recorded()
         self.add_length(tokens)
 
-    def set_state(self, state: State, call: RecordedCall) -> None:
-        """Store the state after a call and, while recording, the call."""
-        if self.record_past:
-            if not self._recorded:
-                self._state_before_recorded = self.state
-            self._recorded.append(call)
-        self._store(state)
+    def record(self, call: RecordedCall) -> None:
+        """Keep a call, from which ``crop`` computes an earlier state; :meth:`store` follows."""
+        if not self._recorded:
+            self._state_before_recorded = self.state
+        self._recorded.append(call)
 
-    def _store(self, state: State) -> None:
+    def store(self, state: State) -> None:
+        """Store the state after a call, without views that keep larger storages alive."""
         if not torch.compiler.is_compiling():
-            state = type(state)(*map(_clone_view, state))
+            for x in state:
+                if x.untyped_storage().nbytes() > x.nbytes:
+                    state = type(state)(*map(_clone_view, state))
+                    break
         self.state = state
 
     # -- called by generation --------------------------------------------------------------------
@@ -220,7 +222,10 @@ class StateLayer(RecordsCalls, CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of keys that a mask covers, and the position of the first one."""
-        return _mask_sizes(int(self.cumulative_length), query_length, self.window)
+        begin = 0
+        if self.window is not None:
+            begin = max(int(self.cumulative_length) - self.window + 1, 0)
+        return int(self.cumulative_length) + query_length - begin, begin
 
     def get_max_length(self) -> int:
         """Return -1: the length is unlimited."""
@@ -244,7 +249,7 @@ class StateLayer(RecordsCalls, CacheLayerMixin):
         if self.past_padding is not None:
             self.past_padding = self.past_padding.map_rows(change)
         if self.state is not None:
-            self._store(type(self.state)(*(change(x) for x in self.state)))
+            self.store(type(self.state)(*(change(x) for x in self.state)))
             self.batch_size = self.state[0].shape[0]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -294,7 +299,7 @@ class StateLayer(RecordsCalls, CacheLayerMixin):
             if state is None:
                 self.state = None
             else:
-                self._store(state)
+                self.store(state)
             self.add_length(-remove)
             if self.past_padding is not None:
                 self.past_padding = self.past_padding.without_last(remove)
@@ -336,7 +341,7 @@ class StaticStateLayer(StateLayer):
         if self.window is not None:
             self.cumulative_length_int += tokens
 
-    def _store(self, state: State) -> None:
+    def store(self, state: State) -> None:
         """Copy the state into the buffers; allocate new ones if the shapes changed.
 
         So are those of states with gradients, whose backward pass reads the earlier state.
@@ -369,9 +374,11 @@ class StaticStateLayer(StateLayer):
         """Return the mask's length, constant where possible, and the position of its first key."""
         if self.window is None:
             return self.max_cache_len, 0
-        if self.cumulative_length_int + query_length <= self.window:
+        past = self.cumulative_length_int
+        if past + query_length <= self.window:
             return self.window, 0
-        return _mask_sizes(self.cumulative_length_int, query_length, self.window)
+        begin = max(past - self.window + 1, 0)
+        return past + query_length - begin, begin
 
     def get_max_length(self) -> int:
         """Return the maximum length of the cache."""
@@ -404,19 +411,22 @@ def _clone_view(x: Tensor) -> Tensor:
     return x if x.untyped_storage().nbytes() <= x.nbytes else x.clone()
 
 
-def _mask_sizes(past: int, new: int, window: int | None) -> tuple[int, int]:
-    """Return the number of keys that a stock layer returns, and the position of the first one."""
-    begin = 0 if window is None else max(past - window + 1, 0)
-    return past + new - begin, begin
+def cache_index(module: nn.Module, backend: AttentionBackend) -> int:
+    """Return the index of a layer's entry in the cache."""
+    index = getattr(module, "layer_idx", None)
+    return index if isinstance(index, int) else backend.geometry.layer
 
 
-def state_layer(cache: Cache, index: int, backend: AttentionBackend) -> StateLayer:
-    """Return layer ``index`` of a cache as a :class:`StateLayer`, which replaces an empty layer.
+def state_layer(cache: Cache, module: nn.Module, backend: AttentionBackend) -> StateLayer:
+    """Return an attention module's entry of a cache as a :class:`StateLayer`.
+
+    It replaces an empty stock layer.
 
     Raises:
         UnsupportedError: The cache has no such layer, or the backend cannot continue from its
             contents: keys and values, or another backend's state.
     """
+    index = cache_index(module, backend)
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     while cache.layer_class_to_replicate is not None and len(cache.layers) <= index:
@@ -425,7 +435,8 @@ def state_layer(cache: Cache, index: int, backend: AttentionBackend) -> StateLay
         cache.layers.append(DynamicLayer())
     layer: Any = cache.layers[index]
     if not isinstance(layer, StateLayer):
-        _refuse_growing_state(cache, layer, backend)
+        if (can := backend.capabilities).state_grows or can.state_keeps_keys:
+            _refuse_growing_state(cache, layer, backend)
         layer = cache.layers[index] = _new_state_layer(layer, backend)
         if seam.is_recording(cache):
             layer.activate_past_recording()
@@ -443,8 +454,7 @@ def state_layer(cache: Cache, index: int, backend: AttentionBackend) -> StateLay
 def _refuse_growing_state(cache: Cache, layer: Any, backend: AttentionBackend) -> None:
     """Raise if a cache is to be quantised or offloaded, and a state that grows would not be."""
     asked = "quantized" if seam.is_quantized(layer) else "offloaded" if cache.offloading else ""
-    can = backend.capabilities
-    if asked and (can.state_grows or can.state_keeps_keys):
+    if asked:
         raise UnsupportedError(
             f"{backend.geometry.name}: the cache is {asked}, which the state of backend "
             f"{backend.name!r} cannot be, though it grows with the tokens. Use a DynamicCache "
@@ -455,6 +465,8 @@ def _refuse_growing_state(cache: Cache, layer: Any, backend: AttentionBackend) -
 
 def _new_state_layer(layer: Any, backend: AttentionBackend) -> StateLayer:
     """Return a state layer that replaces an empty stock layer."""
+    if type(layer) is DynamicLayer and layer.keys is None:
+        return StateLayer(backend)
     more = [name for name in seam.MORE_THAN_KEYS if hasattr(layer, name)]
     if more:
         raise UnsupportedError(

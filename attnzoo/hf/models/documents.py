@@ -107,16 +107,15 @@ class DocumentHook(ForwardArguments):
         Raises:
             UnsupportedError: The arguments disagree, or not all layers can get the borders.
         """
-        tokens = self.get(("input_ids", "inputs_embeds"), args, kwargs)
+        groups = ("input_ids", "inputs_embeds"), seam.ATTENTION_MASK, ("position_ids",)
+        tokens, mask, positions = self.find(args, kwargs, *groups)
         runs = self.sped_up or model.config._attn_implementation == NAME
         if tokens is None or tokens.device.type != "cpu" or not runs:
             return None
         family = model.config.get_text_config().model_type
         if self.encloses and family in PACKED_HYBRIDS:
             return None
-        mask = self.get(seam.ATTENTION_MASK, args, kwargs)
         packing = Packing(*(kwargs.get(name) for name in Packing._fields))
-        positions = self.get(("position_ids",), args, kwargs)
         if tokens.shape[1] == 1:
             positions = None
             if self.sped_up:

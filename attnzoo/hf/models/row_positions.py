@@ -81,11 +81,11 @@ class PositionHook(ForwardArguments):
             UnsupportedError: The positions are not a row per sequence, disagree with the packing
                 arguments, or separate documents that the model's layers would not know.
         """
-        tokens = self.get(("input_ids", "inputs_embeds"), args, kwargs)
+        groups = ("input_ids", "inputs_embeds"), seam.ATTENTION_MASK, ("position_ids",)
+        tokens, mask, positions = self.find(args, kwargs, *groups)
         if tokens is None or self.config._attn_implementation != NAME:
             return None
-        mask = self.get(seam.ATTENTION_MASK, args, kwargs)
-        positions, padding = self.get(("position_ids",), args, kwargs), _padding_of(mask)
+        padding = None if mask is None else _padding_of(mask)
         cache = self.cache(args, kwargs)
         if isinstance(cache, seam.PagedAttentionCache):
             return None  # continuous batching passes positions, and where each request begins
@@ -95,14 +95,14 @@ class PositionHook(ForwardArguments):
             _check_positions(positions)
             if self.counts and not isinstance(past, Tensor) and not past:
                 _refuse_shared_positions(padding, positions, tokens.shape[0])
-        packing = Packing(*(kwargs.get(name) for name in Packing._fields))
-        new = None
-        if packing.given() and not self.recurrent and not (packing.has_lengths and _is_later(past)):
+        packing, new = Packing(*map(kwargs.get, Packing._fields)), None
+        is_packed = not (packing[0] is packing[1] is packing[2] is None)
+        if is_packed and not self.recurrent and not (packing.has_lengths and _is_later(past)):
             made = self._positions_of(model, packing, positions, padding, tokens)
             if made is not None and not _is_later(past):  # the layers refuse borders there
                 return (), given | {"position_ids": made}
         if positions is not None:
-            if packing.given() or self.recurrent or isinstance(past, Tensor) or past:
+            if is_packed or self.recurrent or isinstance(past, Tensor) or past:
                 return None
             has_cache = cache is not None or keeps_cache(model, given)
             new = self._documents_of(model, positions, mask, has_cache)

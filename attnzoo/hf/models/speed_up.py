@@ -403,12 +403,12 @@ class FastForward:
             kwargs: The same by name; unknown ones are refused.
         """
         arguments = ForwardArguments(stock)
-        hidden_states = arguments.get(seam.HIDDEN_STATES, args, kwargs)
+        groups = seam.HIDDEN_STATES, seam.ATTENTION_MASK
+        hidden_states, attention_mask = arguments.find(args, kwargs, *groups)
         if hidden_states.device.type != "cpu":
             self._record(ImplChoice("stock", f"the tensors are on {hidden_states.device.type}"))
             result: tuple[Tensor, Tensor] = stock(layer, *args, **kwargs)
             return result
-        attention_mask = arguments.get(seam.ATTENTION_MASK, args, kwargs)
         cache = arguments.cache(args, kwargs)
         known = {*seam.HIDDEN_STATES, *seam.ATTENTION_MASK, *seam.CACHE}
         known |= seam.IGNORED_RULE_ARGUMENTS

@@ -46,7 +46,6 @@ from attnzoo.contract.validation import (
     check_size,
     check_state_field,
     empty_output,
-    is_empty_call,
 )
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.delta.common import DeltaInputs, normalized, on_rows
@@ -132,12 +131,7 @@ def delta_attention(
     """
     if chunk_size is not None:
         check_size("chunk_size", chunk_size)
-    _check_inputs(q, k, v, beta, log_decay, state, sequences, slots)
-    check_shard(shard, state)
-    if log_decay is not None:
-        log_decay = widen_shared(log_decay)
-    if state is not None and state.kv.dtype != (dtype := state_dtype(q, k, v)):
-        state, reuse_state = DeltaState(state.kv.to(dtype)), False
+    _check_inputs(q, k, v, beta, sequences, slots)
     x = DeltaInputs(
         q=q,
         k=k,
@@ -153,11 +147,49 @@ def delta_attention(
         reuse_state=reuse_state and not torch.is_grad_enabled(),
         slots=slots,
     )
-    if shard is not None:
-        with autocast_disabled(q.device):
+    return run_delta_attention(x, impl, shard)
+
+
+def run_delta_attention(
+    x: DeltaInputs, impl: str = "auto", shard: SequenceShard | None = None
+) -> AttentionOutput:
+    """Compute :func:`delta_attention` of tokens that fit each other, as those of a backend do.
+
+    Decays and a state are checked here: a gate or an earlier call has made them.
+
+    Args:
+        x: Queries, keys, values and options.
+        impl: As in :func:`delta_attention`.
+        shard: See impl.
+    """
+    if x.log_decay is not None:
+        check_log_decay(x.log_decay, x.k.shape, x.k.device, causal=True)
+        x = x._replace(log_decay=widen_shared(x.log_decay))
+    if (state := x.state) is not None:
+        batch = x.k.shape[0] if x.sequences is None else x.sequences.count
+        batch = batch if x.slots is None else state.kv.shape[0]
+        shape = (batch, x.k.shape[1], x.k.shape[3], x.v.shape[3])
+        check_state_field("state.kv", state.kv, shape, x.q.device)
+        if state.kv.dtype != (dtype := state_dtype(x.q, x.k, x.v)):
+            x = x._replace(state=DeltaState(state.kv.to(dtype)), reuse_state=False)
+    with autocast_disabled(x.q.device):
+        if shard is not None:
+            check_shard(shard, x.state)
             x = normalized(x)
             x = x._replace(state=_state_from_earlier_ranks(x, shard))
-    return _attend(x, impl)
+        found = None
+        if x.q.shape[2] == 1 and x.sequences is None:
+            step = x if x.state is not None else x._replace(state=x.first_state())
+            found = select_if_supported("delta_step", step, impl)
+            x = step if found or x.slots is not None else x
+        chosen, choice = found or select("delta_attention", x, impl)
+        if _has_no_token(x):
+            parameters = (x.beta,) if x.log_decay is None else (x.beta, x.log_decay)
+            out = empty_output(x.q, x.k, x.v, *parameters)
+            last: DeltaState | None = x.first_state() if x.return_state else None
+        else:
+            out, last = chosen.run(x) if found or x.slots is None else run_on_slots(x, chosen.run)
+    return AttentionOutput(out, last if x.return_state else None, None, choice)
 
 
 def _check_inputs(
@@ -165,8 +197,6 @@ def _check_inputs(
     k: Tensor,
     v: Tensor,
     beta: Tensor,
-    log_decay: Tensor | None,
-    state: DeltaState | None,
     sequences: Sequences | None,
     slots: Tensor | None,
 ) -> None:
@@ -178,13 +208,7 @@ def _check_inputs(
             f"and {k.shape[2]} keys; pass earlier tokens as state=."
         )
     check_shape("beta", beta, tuple(k.shape[:3]), "B, Hkv, T", q.device)
-    if log_decay is not None:
-        check_log_decay(log_decay, k.shape, k.device, causal=True)
-    batch = check_sequences(sequences, slots, q, k)
-    if state is not None:
-        batch = batch if slots is None else state.kv.shape[0]
-        shape = (batch, k.shape[1], k.shape[3], v.shape[3])
-        check_state_field("state.kv", state.kv, shape, q.device)
+    check_sequences(sequences, slots, q, k)
 
 
 def _state_from_earlier_ranks(x: DeltaInputs, shard: SequenceShard) -> DeltaState:
@@ -219,28 +243,10 @@ def _state_from_earlier_ranks(x: DeltaInputs, shard: SequenceShard) -> DeltaStat
     return shard.states(DeltaState(reset_new_sequences(total, shard)), x.sequences)
 
 
-def _attend(x: DeltaInputs, impl: str) -> AttentionOutput:
-    """Run the step if the call is one token that a step supports, else the op."""
-    found = None
-    if x.q.shape[2] == 1 and x.sequences is None:
-        step = x if x.state is not None else x._replace(state=x.first_state())
-        found = select_if_supported("delta_step", step, impl)
-        x = step if found or x.slots is not None else x
-    chosen, choice = found or select("delta_attention", x, impl)
-    if _has_no_token(x):
-        parameters = (x.beta,) if x.log_decay is None else (x.beta, x.log_decay)
-        out = empty_output(x.q, x.k, x.v, *parameters)
-        last: DeltaState | None = x.first_state() if x.return_state else None
-    else:
-        with autocast_disabled(x.q.device):
-            out, last = chosen.run(x) if found or x.slots is None else run_on_slots(x, chosen.run)
-    return AttentionOutput(out, last if x.return_state else None, None, choice)
-
-
 def _has_no_token(x: DeltaInputs) -> bool:
     """Return whether no sequence has a token, or there is no sequence."""
     sequences = x.sequences
-    if is_empty_call(x.q, x.k):
+    if 0 in x.k.shape:
         return True
     return sequences is not None and 0 in (sequences.count, sequences.longest)
 
@@ -254,6 +260,8 @@ register_implementation(
         run=run_cpp,
         reasons=cpp_reasons,
         form="chunk form",
+        step=run_step_cpp,
+        step_reasons=cpp_reasons,
     ),
     Implementation(
         op="delta_attention",
@@ -262,36 +270,15 @@ register_implementation(
         reasons=triton_reasons,
         form="chunk form",
         verdict=triton_verdict,
+        step=run_step_triton,
+        step_reasons=triton_reasons,
     ),
     Implementation(
         op="delta_attention",
         **TORCH,
         run=on_rows(run_chunks),
         form="chunk form",
+        step=step,
     ),
     Implementation(op="delta_attention", name="reference", run=on_rows(run_reference)),
-)
-
-register_implementation(
-    Implementation(
-        op="delta_step",
-        **CPP,
-        run=run_step_cpp,
-        reasons=cpp_reasons,
-        form="one token",
-    ),
-    Implementation(
-        op="delta_step",
-        **TRITON,
-        run=run_step_triton,
-        reasons=triton_reasons,
-        form="one token",
-        verdict=triton_verdict,
-    ),
-    Implementation(
-        op="delta_step",
-        **TORCH,
-        run=step,
-        form="one token",
-    ),
 )

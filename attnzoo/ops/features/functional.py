@@ -354,7 +354,7 @@ def learned_linear(x: Tensor, residual: Tensor) -> Tensor:
 
 def _affine(x: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return :math:`(I + R)x + b` of each head, float32 or wider."""
-    x = widen(x)
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     residual = residual.to(x.dtype)
     one_token = x.shape[2] == 1
     y = x + (_one_token_product(x, residual) if one_token else x @ residual.transpose(1, 2))

@@ -52,6 +52,7 @@ register_implementation(
         reasons=varlen_reasons,
         auto_reasons=varlen.auto_reasons,
         automatic="PyTorch's varlen kernel needs no mask",
+        priority=10,  # before xformers
         verdict=varlen_verdict,
     ),
     Implementation(

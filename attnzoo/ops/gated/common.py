@@ -217,7 +217,7 @@ def _for_kernel(step: GatedStep, is_ready: Callable[[Tensor], bool]) -> GatedSte
 
 
 def _run_cpp(step: GatedStep) -> StepResult:
-    x, gate = _for_kernel(step, lambda y: with_contiguous_states(y) is y)
+    x, gate = _for_kernel(step, lambda y: with_contiguous_states(y)[0] is y)
     out, last = run_step_cpp(x, gate)
     assert last is not None
     return out, [*last] if gate.m is None else [*last, gate.m]

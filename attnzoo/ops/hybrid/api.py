@@ -19,9 +19,7 @@ largest term. Other letters: W window.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +38,7 @@ from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import AttentionOutput, run_at_slots
 from attnzoo.contract.validation import (
     DTYPES,
+    STATE_DTYPES,
     check_broadcastable,
     check_dtype,
     check_qkv,
@@ -143,59 +142,86 @@ def hybrid_attention(
         torch.Size([1, 4, 1000, 8])
     """
     _check_call(causal, state, shard, window, num_sinks, return_state, slots)
-    _check_inputs(q, k, v, branch, causal, sequences, state, window, num_sinks, slots)
-    if state is not None and q.shape[0] and q.shape[2] == 1 and sequences is None:
-        in_place = reuse_state and return_state and not torch.is_grad_enabled()
-        if branch.map_weights is not None:
-            branch = branch.mapped()
-        step = StepInputs(q, k, v, branch, state, scale, in_place, slots)
-        if found := select_if_supported("hybrid_step", step, impl):
-            out, after = found[0].run(step)
-            return AttentionOutput(out, after if return_state else None, None, found[1])
-        if slots is not None:
-            options: dict[str, Any] = {"window": window, "scale": scale, "num_sinks": num_sinks}
-            options |= {"return_state": True, "impl": impl}
-            one = partial(hybrid_attention, q, k, v, branch, **options)
-            return _at_slots(one, step, return_state)
+    check_qkv(q, k, v)
+    check_sequences(sequences, slots, q, k)
+    if branch.feature_map != "identity":
+        _check_branch(branch, q, k, causal)
     x = HybridInputs(
         *(q, k, v, branch, window, scale, causal, sequences, None),
-        *(None if state is None else oldest_first(state), return_state, chunk_size, num_sinks),
+        *(state, return_state, chunk_size, num_sinks),
     )
+    return run_hybrid_attention(x, impl, shard, reuse_state=reuse_state, slots=slots)
+
+
+def run_hybrid_attention(
+    x: HybridInputs,
+    impl: str = "auto",
+    shard: SequenceShard | None = None,
+    *,
+    reuse_state: bool = False,
+    slots: Tensor | None = None,
+) -> AttentionOutput:
+    """Compute :func:`hybrid_attention` of tokens that fit each other, as those of a backend do.
+
+    Features, decays and a state are checked here: a map, a gate or an earlier call has made them.
+
+    Args:
+        x: Queries, keys, values and options; the state is a ring buffer.
+        impl: As in :func:`hybrid_attention`, and so are the others.
+        shard: See impl.
+        reuse_state: See impl.
+        slots: See impl.
+    """
+    q, k, v, branch, sequences, state = x.q, x.k, x.v, x.branch, x.sequences, x.state
+    if sequences is not None:  # the sums take other ones, which lag behind
+        sequences.check(k.shape[2])
+    if branch.feature_map == "identity" or branch.log_decay is not None:
+        _check_branch(branch, q, k, x.causal)
+    if state is not None:
+        _check_state(x, state, slots)
+        if q.shape[0] and q.shape[2] == 1 and sequences is None:
+            in_place = reuse_state and x.return_state and not torch.is_grad_enabled()
+            step = StepInputs(q, k, v, branch, state, x.scale, in_place, slots)
+            if found := select_if_supported("hybrid_step", step, impl):
+                out, after = found[0].run(step)
+                return AttentionOutput(out, after if x.return_state else None, None, found[1])
+            if slots is not None:
+                return _at_slots(x, step, impl)
+        x = x._replace(state=oldest_first(state))
     if shard is not None:
         x = x.with_features()
-        before = state_before_shard(x.k, x.v, x.branch, window, shard, sequences)
+        before = state_before_shard(x.k, x.v, x.branch, x.window, shard, sequences)
         x = x._replace(state=before)
-    in_rows = sequences is not None and (x.state is not None or num_sinks > 0)
+    in_rows = sequences is not None and (x.state is not None or x.num_sinks > 0)
     given = x.in_rows() if in_rows else x
     chosen, choice = select("hybrid_attention", given, impl)
     if is_empty_call(q, k):
         others = branch.q, branch.k, branch.log_weight, branch.log_decay
         out = empty_output(q, k, v, *others, *(branch.map_weights or ()))
-        if return_state and state is None:
+        if x.return_state and state is None:
             state = empty_state(x)
-        return AttentionOutput(out, state if return_state else None, None, choice)
+        return AttentionOutput(out, state if x.return_state else None, None, choice)
     out, after = chosen.run(given)
     if sequences is not None and in_rows:
         out = sequences.to_row(out, q.shape[2])
-    last = next_state(x, sequences, after) if return_state else None
+    last = next_state(x, sequences, after) if x.return_state else None
     return AttentionOutput(out.to(v.dtype), last, None, choice)
 
 
-def _at_slots(
-    attend: Callable[..., AttentionOutput], step: StepInputs, return_state: bool
-) -> AttentionOutput:
-    """Run one token by ``attend``, which takes ``state``, from the states at ``step.slots``."""
+def _at_slots(x: HybridInputs, step: StepInputs, impl: str) -> AttentionOutput:
+    """Run one token, as many tokens are run, from the states at ``step.slots``."""
     assert step.slots is not None
     choices = []
 
     def run(rows: list[Tensor]) -> tuple[Tensor, HybridState]:
-        found = attend(state=HybridState._make(rows))
+        here = x._replace(state=HybridState._make(rows), return_state=True)
+        found = run_hybrid_attention(here, impl)
         assert found.state is not None
         choices.append(found.impl)
         return found.out, found.state
 
     out, pool = run_at_slots(run, step.state, step.slots, in_place=step.in_place)
-    state = HybridState._make(pool) if return_state else None
+    state = HybridState._make(pool) if x.return_state else None
     return AttentionOutput(out, state, None, choices[0])
 
 
@@ -236,35 +262,8 @@ def _check_call(
     check_shard(shard, state)
 
 
-def _check_inputs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    branch: LinearBranch,
-    causal: bool,
-    sequences: Sequences | None,
-    state: HybridState | None,
-    window: int,
-    num_sinks: int,
-    slots: Tensor | None,
-) -> None:
-    """Raise ``UnsupportedError`` if the tensors of a window hybrid do not fit each other."""
-    check_qkv(q, k, v)
-    states = check_sequences(sequences, slots, q, k)
-    if sequences is not None:  # the sums take other ones, which lag behind
-        sequences.check(k.shape[2])
-    features = _check_branch(branch, q, k, causal)
-    if state is not None:
-        states = states if slots is None else state.seen.shape[0]
-        _check_state(state, k, v, states, features, window, num_sinks)
-
-
-def _check_branch(branch: LinearBranch, q: Tensor, k: Tensor, causal: bool) -> int:
-    """Return the number of features of a linear branch.
-
-    Raises:
-        UnsupportedError: The branch does not fit the queries and keys of the window.
-    """
+def _check_branch(branch: LinearBranch, q: Tensor, k: Tensor, causal: bool) -> None:
+    """Raise ``UnsupportedError`` if a linear branch does not fit the window's queries and keys."""
     for name, x, like, letters in (
         ("branch.q", branch.q, q, "B, H, T, F"),
         ("branch.k", branch.k, k, "B, Hkv, T, F"),
@@ -278,8 +277,8 @@ def _check_branch(branch: LinearBranch, q: Tensor, k: Tensor, causal: bool) -> i
             "features."
         )
     check_feature_map(branch.feature_map, branch.map_weights, branch.q, branch.k)
-    features = num_features(branch.k, branch.feature_map, branch.map_weights)
     if branch.log_decay is not None:
+        features = num_features(branch.k, branch.feature_map, branch.map_weights)
         check_log_decay(branch.log_decay, (*k.shape[:3], features), q.device, causal)
     check_dtype("branch.log_weight", branch.log_weight)
     shape, heads = (*q.shape[:3], 1), branch.linear_only_heads
@@ -289,30 +288,32 @@ def _check_branch(branch: LinearBranch, q: Tensor, k: Tensor, causal: bool) -> i
             f"branch.linear_only_heads must be [H], here [{q.shape[1]}], and bool, got "
             f"{format_shape(heads)} {heads.dtype}."
         )
-    return features
 
 
-def _check_state(
-    state: HybridState,
-    k: Tensor,
-    v: Tensor,
-    states: int,
-    features: int,
-    window: int,
-    num_sinks: int,
-) -> None:
+def _check_state(x: HybridInputs, state: HybridState, slots: Tensor | None) -> None:
     """Raise ``UnsupportedError`` if the state of a window hybrid does not fit the call."""
-    heads, rows, values = (states, k.shape[1]), num_sinks + window, v.shape[3]
-    check_state_field("state.kv", state.kv, (*heads, features, values + 1), k.device)
-    check_state_field("state.z", state.z, (*heads, features), k.device)
-    check_state_field("state.k", state.k, (*heads, rows, k.shape[3]), k.device, DTYPES)
-    check_state_field("state.v", state.v, (*heads, rows, values), k.device, DTYPES)
-    shape = (*heads, window, features)
-    check_state_field("state.features", state.features, shape, k.device, DTYPES)
-    check_state_field("state.seen", state.seen, heads[:1], k.device, (torch.int64,))
+    k, branch, window = x.k, x.branch, x.window
+    states = k.shape[0] if x.sequences is None else x.sequences.count
+    states = states if slots is None else state.seen.shape[0]
+    features = num_features(branch.k, branch.feature_map, branch.map_weights)
+    heads, rows, values = (states, k.shape[1]), x.num_sinks + window, x.v.shape[3]
+    for name, shape, dtypes in (
+        ("kv", (*heads, features, values + 1), STATE_DTYPES),
+        ("z", (*heads, features), STATE_DTYPES),
+        ("k", (*heads, rows, k.shape[3]), DTYPES),
+        ("v", (*heads, rows, values), DTYPES),
+        ("features", (*heads, window, features), DTYPES),
+        ("seen", heads[:1], (torch.int64,)),
+    ):
+        y: Tensor = getattr(state, name)
+        if not (y.shape == shape and y.device == k.device and y.dtype in dtypes):
+            check_state_field(f"state.{name}", y, shape, k.device, dtypes)
 
 
 # -- implementations -------------------------------------------------------------------------------
+
+
+STEP_FORM = "softmax window + linear form; one token"
 
 
 def _cpp_reasons(x: HybridInputs) -> list[str]:
@@ -331,6 +332,9 @@ register_implementation(
         reasons=hybrid_triton_reasons,
         form="softmax window + linear form",
         verdict=hybrid_verdict,
+        step=run_step_triton,
+        step_reasons=step_triton_reasons,
+        step_form=STEP_FORM,
     ),
     Implementation(
         op="hybrid_attention",
@@ -339,39 +343,23 @@ register_implementation(
         reasons=_cpp_reasons,
         auto_reasons=_skip_cpp,
         form="softmax window + linear form",
+        step=hybrid_step_cpp,
+        step_reasons=step_cpp_reasons,
+        step_form=STEP_FORM,
     ),
     Implementation(
         op="hybrid_attention",
         **TORCH,
         run=partial(run_torch, attend=attend_torch, sums=sums_torch),
         form="softmax window + linear form",
+        step=hybrid_step,
+        step_reasons=step_reasons,
+        step_form=STEP_FORM,
     ),
     Implementation(
         op="hybrid_attention",
         name="reference",
         form="softmax window + linear form",
         run=run_reference,
-    ),
-    Implementation(
-        op="hybrid_step",
-        **TRITON,
-        run=run_step_triton,
-        reasons=step_triton_reasons,
-        form="softmax window + linear form; one token",
-        verdict=hybrid_verdict,
-    ),
-    Implementation(
-        op="hybrid_step",
-        **CPP,
-        run=hybrid_step_cpp,
-        reasons=step_cpp_reasons,
-        form="softmax window + linear form; one token",
-    ),
-    Implementation(
-        op="hybrid_step",
-        **TORCH,
-        run=hybrid_step,
-        reasons=step_reasons,
-        form="softmax window + linear form; one token",
     ),
 )

@@ -105,16 +105,17 @@ class LinearBranch(NamedTuple):
         """Return a tensor with the shape, dtype and device of the features of keys."""
         return like_features(self.k, self.feature_map, self.map_weights)
 
-    def features(self, x: Tensor, *, of_keys: bool) -> Tensor:
-        """Return the features of queries or keys."""
+    def features(self) -> tuple[Tensor, Tensor]:
+        """Return the features of queries and keys."""
         options = (self.feature_map, self.feature_scale, self.map_weights)
-        return map_features(x, *options, of_keys=of_keys)
+        q = map_features(self.q, *options, of_keys=False)
+        return q, map_features(self.k, *options, of_keys=True)
 
     def mapped(self) -> LinearBranch:
         """Return the branch with features in place of the inputs of the feature map."""
         if self.feature_map == "identity":
             return self
-        q, k = self.features(self.q, of_keys=False), self.features(self.k, of_keys=True)
+        q, k = self.features()
         return self._replace(q=q, k=k, feature_map="identity", map_weights=None)
 
 
@@ -191,7 +192,7 @@ class HybridInputs(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """Inputs of one token after a state; the branch has features, or a map without weights."""
+    """Inputs of one token after a state."""
 
     q: Tensor
     k: Tensor
@@ -228,7 +229,8 @@ def next_state(
         old = None if state is None else state.features
         features = latest_tokens(branch.k, x.window, old, sequences)
     else:
-        features = branch.features(k[:, :, x.num_sinks :], of_keys=True)
+        options = (branch.feature_map, branch.feature_scale, branch.map_weights)
+        features = map_features(k[:, :, x.num_sinks :], *options, of_keys=True)
         features = features * is_filled(seen, x.window)[:, None, :, None]
     return as_ring(HybridState(k, v, features, sums.kv, sums.k, seen))
 

@@ -18,13 +18,14 @@ from attnzoo.ops.hybrid.parts import combine
 from attnzoo.ops.hybrid.state import HybridState, LinearBranch, StepInputs, StepResult
 from attnzoo.ops.linear.common import log_decay_per_token
 from attnzoo.ops.window.causal_window import dense_softmax
-from attnzoo.runtime.derivatives import is_plain_call
+from attnzoo.runtime.memory import is_plain_call
 
 
 def step_reasons(x: StepInputs) -> list[str]:
     """Return why a step that updates a state in place or copies it does not compute a call."""
     branch, state = x.branch, x.state
-    tensors = (x.q, x.k, x.v, branch.q, branch.k, branch.log_weight, *state[:5])
+    tensors = [x.q, x.k, x.v, branch.q, branch.k, branch.log_weight, *state[:5]]
+    tensors += [weight for weight in branch.map_weights or () if weight is not None]
     if not (x.in_place or is_plain_call(*tensors)):
         return ["the step of one token has no derivative"]
     wide = torch.promote_types(x.v.dtype, torch.float32)

@@ -39,6 +39,7 @@ from attnzoo.ops.linear.common import (
     check_feature_map,
     like_features,
     map_inputs,
+    num_features,
     on_rows,
     state_dtype,
     widen_shared,
@@ -146,18 +147,7 @@ def linear_attention(
         check_size("chunk_size", chunk_size)
     check_qkv(q, k, v)
     check_feature_map(feature_map, map_weights, q, k)
-    features = k if map_weights is None else like_features(k, feature_map, map_weights)
-    batch = _check_tokens(q, k, causal, sequences, query_sequences, slots)
-    if log_decay is not None:
-        check_log_decay(log_decay, features.shape, q.device, causal)
-        log_decay = widen_shared(log_decay)
-    if state is not None:
-        check_state(LinearState, state, features, v, batch if slots is None else state[0].shape[0])
-        if state.kv.dtype != (dtype := state_dtype(q, k, v)) or state.k.dtype != dtype:
-            state = LinearState(state.kv.to(dtype), state.k.to(dtype))
-            reuse_state = False
-    if shard is not None:
-        check_shard(shard, state)
+    _check_tokens(q, k, causal, sequences, query_sequences, slots)
     x = LinearInputs(
         *(q, k, v, log_decay, state, causal, normalize),
         scale=1.0 if scale is None else float(scale),
@@ -172,12 +162,66 @@ def linear_attention(
         reuse_state=reuse_state and not torch.is_grad_enabled(),
         slots=slots,
     )
+    return run_linear_attention(x, impl, shard)
+
+
+def run_linear_attention(
+    x: LinearInputs, impl: str = "auto", shard: SequenceShard | None = None
+) -> AttentionOutput:
+    """Compute :func:`linear_attention` of tokens that fit each other, as those of a backend do.
+
+    Decays and a state are checked here: a gate or an earlier call has made them.
+
+    Args:
+        x: Queries, keys, values and options.
+        impl: As in :func:`linear_attention`.
+        shard: See impl.
+    """
+    if x.log_decay is not None:
+        features = num_features(x.k, x.feature_map, x.map_weights)
+        check_log_decay(x.log_decay, (*x.k.shape[:3], features), x.q.device, x.causal)
+        x = x._replace(log_decay=widen_shared(x.log_decay))
+    if x.state is not None:
+        x = _with_checked_state(x)
     if shard is not None:
-        with autocast_disabled(q.device):
+        check_shard(shard, x.state)
+        with autocast_disabled(x.q.device):
             x = map_inputs(x)
-            state = state_from_earlier_ranks(x.k, v, log_decay, shard, sequences, causal=causal)
-            x = x._replace(state=state)
-    return _attend(x, impl)
+            before = (x.k, x.v, x.log_decay, shard, x.sequences)
+            x = x._replace(state=state_from_earlier_ranks(*before, causal=x.causal))
+    found = None
+    if x.q.shape[2] == 1 and x.causal and x.sequences is None:
+        step = x if x.state is not None else x._replace(state=x.first_state())
+        found = select_if_supported("linear_step", step, impl)
+        x = step if found or x.slots is not None else x
+    chosen, choice = found or select("linear_attention", x, impl)
+    if x.q.shape[0] == 0 or (x.causal and x.q.shape[2] == 0):
+        out = x.empty_output()
+        last: LinearState | None = x.first_state()
+    else:
+        out, last = chosen.run(x) if found or x.slots is None else run_on_slots(x, chosen.run)
+    return AttentionOutput(out, last if x.return_state else None, None, choice)
+
+
+def _with_checked_state(x: LinearInputs) -> LinearInputs:
+    """Return the inputs with a state that fits them, in the dtype of the sums.
+
+    Raises:
+        UnsupportedError: The state is of another call; kernels read it by address.
+    """
+    state, k, v, dtype = x.state, x.k, x.v, state_dtype(x.q, x.k, x.v)
+    assert state is not None
+    batch = k.shape[0] if x.sequences is None else x.sequences.count
+    batch = batch if x.slots is None else len(state[0])
+    features = num_features(k, x.feature_map, x.map_weights)
+    shape = (batch, k.shape[1], features, v.shape[3])
+    if len(state) == 2:
+        kv, z = state
+        fits = kv.shape == shape and z.shape == shape[:3] and kv.dtype == z.dtype == dtype
+        if fits and kv.device == z.device == k.device:
+            return x
+    check_state(LinearState, state, like_features(k, x.feature_map, x.map_weights), v, batch)
+    return x._replace(state=LinearState(*(y.to(dtype) for y in state)), reuse_state=False)
 
 
 def _check_tokens(
@@ -187,12 +231,8 @@ def _check_tokens(
     sequences: Sequences | None,
     query_sequences: Sequences | None,
     slots: Tensor | None,
-) -> int:
-    """Return the number of states of a call.
-
-    Raises:
-        UnsupportedError: Queries and keys are not of the tokens that the call needs.
-    """
+) -> None:
+    """Raise ``UnsupportedError`` if queries and keys are not of the tokens that a call needs."""
     if causal and q.shape[2] != k.shape[2]:
         raise UnsupportedError(
             "causal attention needs queries and keys of the same tokens, got "
@@ -207,23 +247,6 @@ def _check_tokens(
                 "query_sequences are as many as sequences, and need causal=False, got "
                 f"{query_count} and {batch}."
             )
-    return batch
-
-
-def _attend(x: LinearInputs, impl: str) -> AttentionOutput:
-    """Run the step if the call is one token that a step supports, else the op."""
-    found = None
-    if x.q.shape[2] == 1 and x.causal and x.sequences is None:
-        step = x if x.state is not None else x._replace(state=x.first_state())
-        found = select_if_supported("linear_step", step, impl)
-        x = step if found or x.slots is not None else x
-    chosen, choice = found or select("linear_attention", x, impl)
-    if x.q.shape[0] == 0 or (x.causal and x.q.shape[2] == 0):
-        out = x.empty_output()
-        last: LinearState | None = x.first_state()
-    else:
-        out, last = chosen.run(x) if found or x.slots is None else run_on_slots(x, chosen.run)
-    return AttentionOutput(out, last if x.return_state else None, None, choice)
 
 
 # -- implementations -------------------------------------------------------------------------------
@@ -267,6 +290,8 @@ register_implementation(
         form="chunk form",
         verdict=_triton_verdict,
         note=_map_in_triton,
+        step=run_step_triton,
+        step_reasons=_triton_reasons,
     ),
     Implementation(
         op="linear_attention",
@@ -275,38 +300,17 @@ register_implementation(
         reasons=_cpp_reasons,
         form="chunk form",
         note=_map_in_cpp,
+        step=run_step_cpp,
+        step_reasons=step_reasons,
     ),
     Implementation(
         op="linear_attention",
         **TORCH,
         run=on_rows(run_torch),
         form="chunk form",
+        step=step,
     ),
     Implementation(
         op="linear_attention", name="reference", run=on_rows(run_reference), form="chunk form"
-    ),
-)
-
-register_implementation(
-    Implementation(
-        op="linear_step",
-        **TRITON,
-        run=run_step_triton,
-        reasons=_triton_reasons,
-        form="one token",
-        verdict=_triton_verdict,
-    ),
-    Implementation(
-        op="linear_step",
-        **CPP,
-        run=run_step_cpp,
-        reasons=step_reasons,
-        form="one token",
-    ),
-    Implementation(
-        op="linear_step",
-        **TORCH,
-        run=step,
-        form="one token",
     ),
 )

@@ -122,7 +122,7 @@ def test_static_state_stays_in_place(model, ids):
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("backend", ["linear", "gated_linear", "performer"])
 def test_static_decoding_computes_the_state_in_its_place(backend, window, llama, ids, monkeypatch):
-    model, stored, store = llama(), [], StaticStateLayer._store
+    model, stored, store = llama(), [], StaticStateLayer.store
     attnzoo.swap(model, backend, window=window)
     cache = hf.StaticCache(config=model.config, max_cache_len=20)
 
@@ -132,7 +132,7 @@ def test_static_decoding_computes_the_state_in_its_place(backend, window, llama,
 
     with torch.no_grad():
         logits = [model(ids[:, :8], **cache_argument(cache)).logits]
-        monkeypatch.setattr(StaticStateLayer, "_store", recorded)
+        monkeypatch.setattr(StaticStateLayer, "store", recorded)
         for i in (8, 9):
             logits.append(model(ids[:, i : i + 1], **cache_argument(cache)).logits)
         assert_close(torch.cat(logits, 1), model(ids[:, :10]).logits, atol=1e-4, rtol=1e-4)

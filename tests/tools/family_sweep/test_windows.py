@@ -148,7 +148,7 @@ def test_a_state_before_keys_that_contain_it_is_detected(monkeypatch):
         return run(backend, layer, query, key, value, mask, options)
 
     monkeypatch.setattr("attnzoo.hf.attention.call.run_with_state", without_keys_of_others)
-    monkeypatch.setattr(cached_call, "_check_count", lambda *_: None)
+    monkeypatch.setattr(cached_call, "_refuse_count", lambda *_: None)
     with pytest.raises(ConformanceError):
         test_the_keys_of_a_layer_that_keeps_all("gemma3n_text")
 

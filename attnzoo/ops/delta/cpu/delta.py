@@ -20,14 +20,15 @@ from attnzoo.ops.delta.common import NORM_EPS, DeltaInputs, Result, normalized
 from attnzoo.ops.linear.common import log_decay_per_token, state_dtype
 from attnzoo.runtime import cpp
 from attnzoo.runtime.cpp.layout import Function
-from attnzoo.runtime.derivatives import check_reverse_mode, is_plain_call, refuse_derivative
+from attnzoo.runtime.derivatives import check_reverse_mode, refuse_derivative
 from attnzoo.runtime.memory import (
     LANES,
     TYPE_NAMES,
-    cast,
     empty_huge_pages,
+    is_plain_call,
     pad_to_simd,
     register_buffer_bytes,
+    rows_in,
     simd_copy_bytes,
     unpad,
     with_contiguous_states,
@@ -144,7 +145,7 @@ def _run_step(x: DeltaInputs) -> Result:
         UnsupportedError: A slot is no row of the pool.
     """
     given, slots = x.first_state().kv, x.slots
-    kv = with_contiguous_states(given)
+    (kv,) = with_contiguous_states(given)
     in_place = x.reuse_state and kv is given
     if not in_place:  # the next state has the stride of the one before
         kv = kv.contiguous()
@@ -153,12 +154,13 @@ def _run_step(x: DeltaInputs) -> Result:
         slots = slots.to(torch.int64).contiguous()
     last = kv if in_place or slots is not None else torch.empty_like(kv)
     dtype, batch = kv.dtype, x.q.shape[0]
-    q, k, v = (_rows(t, dtype) for t in (x.q, x.k, x.v))
-    beta, log_decay = cast(x.beta, dtype), x.log_decay
+    q, k, v = rows_in(dtype, x.q, x.k, x.v)
+    beta, log_decay = x.beta.to(dtype), x.log_decay
     states, heads, size, columns = kv.shape
     decay_steps, decays = (0, 0), 0
     if log_decay is not None:
-        log_decay = _rows(log_decay, dtype) if log_decay.dim() == 4 else cast(log_decay, dtype)
+        is_wide = log_decay.dim() == 4
+        log_decay = rows_in(dtype, log_decay)[0] if is_wide else log_decay.to(dtype)
         decays = size if log_decay.dim() == 4 else 1
         steps = log_decay.stride()
         decay_steps = (0, steps[0]) if len(steps) == 1 else (steps[0], steps[1])
@@ -176,13 +178,7 @@ def _run_step(x: DeltaInputs) -> Result:
     )
     if getattr(cpp.load(DELTA), f"delta_step_{TYPE_NAMES[x.state_dtype]}")(task):
         refuse_slots(slots, states)
-    return cast(out, x.v.dtype), DeltaState(last)
-
-
-def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``x`` in a dtype, with contiguous rows."""
-    x = cast(x, dtype)
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return out.to(x.v.dtype), DeltaState(last)
 
 
 class _Arguments:

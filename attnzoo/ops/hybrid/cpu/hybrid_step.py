@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import operator
-from itertools import chain
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,8 +21,7 @@ from attnzoo.ops.linear.common import SCALED
 from attnzoo.ops.linear.cpu.call import MAP_NAMES, map_numbers
 from attnzoo.runtime import cpp
 from attnzoo.runtime.cpp.layout import Function
-from attnzoo.runtime.derivatives import is_plain_call
-from attnzoo.runtime.memory import cast, with_contiguous_rows, with_contiguous_states
+from attnzoo.runtime.memory import is_plain_call, rows_in, with_contiguous_states
 
 WIDE = {  # of each dtype of keys, that of everything else
     torch.float32: torch.float32,
@@ -72,9 +70,12 @@ def step_cpp_reasons(x: StepInputs) -> list[str]:
         tensors += [branch.q, branch.k]  # features
     if branch.log_decay is not None:
         tensors.append(branch.log_decay)
-    if state.k.dtype != k.dtype or {t.dtype for t in tensors} != {wide}:
+    fits = state.k.dtype == k.dtype
+    for t in tensors:
+        fits = fits and t.dtype == wide
+    if not fits:
         return [f"keys are {k.dtype}, and the state or features do not have the types for it"]
-    given = (x.q, k, x.v, branch.q, branch.k, state.k, *tensors)
+    given = (x.q, k, x.v, branch.q, branch.k, state.k, *tensors, *(branch.map_weights or ()))
     if type(x.v) not in (Tensor, FakeTensor) or not is_plain_call(*given):
         return ["the kernel of one token has no derivative, and is not traced"]
     if reason := cpp.unavailable_reason(HYBRID_STEP):
@@ -85,23 +86,25 @@ def step_cpp_reasons(x: StepInputs) -> list[str]:
 def hybrid_step_cpp(x: StepInputs) -> StepResult:
     """Compute one token; the next state overwrites the given one if it may, and is contiguous.
 
-    The kernel computes the features of maps without weights. Keys may be bfloat16; the arithmetic
-    is in float32, or in float64 for float64 tensors.
+    The kernel computes the features, of maps without weights only. Keys may be bfloat16; the
+    arithmetic is in float32, or in float64 for float64 tensors.
 
     Raises:
         UnsupportedError: A slot is no row of the pool, or a state has no number of tokens.
     """
     q, k, v, branch, state, scale, in_place, slots = x
-    dtype, wide = v.dtype, WIDE[k.dtype]
-    fq, fk = cast(branch.q, wide), cast(branch.k, wide)
-    q, v = fq if branch.q is q else cast(q, wide), cast(v, wide)
-    read = [*map(with_contiguous_rows, (q, k, v, fq, fk))]
-    old = [*map(with_contiguous_states, state)]
+    dtype, wide, name = v.dtype, WIDE[k.dtype], branch.feature_map
+    fq, fk = branch.q, branch.k
+    if branch.map_weights is not None:
+        name, (fq, fk) = "identity", branch.features()
+    q, v, fq, fk = rows_in(wide, q, v, fq, fk)
+    read = [q, *rows_in(k.dtype, k), v, fq, fk]
+    old = with_contiguous_states(*state)
     in_place = in_place and all(map(operator.is_, old, state))
     if not in_place:  # the next state has the strides of the one before
         old = [*map(Tensor.contiguous, old)]
     if slots is not None:
-        slots = cast(slots, torch.int64).contiguous()
+        slots = slots.to(torch.int64).contiguous()
         if not in_place:  # the kernel writes some rows of the pool
             old, in_place = [y.clone() for y in old], True
     new = old if in_place else [*map(torch.empty_like, old)]
@@ -110,7 +113,7 @@ def hybrid_step_cpp(x: StepInputs) -> StepResult:
     columns, (window, features) = old[1].shape[3], old[2].shape[2:]
     out = v.new_empty(batch, queries, 1, columns)
     if isinstance(v, FakeTensor):  # shapes without data, to count memory
-        return cast(out, dtype), after
+        return out.to(dtype), after
     weight = branch.log_weight.expand(batch, queries, 1, 1)
     decay, decays = branch.log_decay, 0
     decay_steps: tuple[int, ...] = (0, 0)
@@ -118,14 +121,19 @@ def hybrid_step_cpp(x: StepInputs) -> StepResult:
         decay = decay.contiguous()
         decays = features if decay.dim() == 4 else 1
         decay_steps = (0, 1) if decay.dim() == 1 else decay.stride()[:2]
+    steps: list[int] = []
+    for t in read:
+        steps += t.stride()[:2]
+    steps += *decay_steps, *weight.stride()[:2]
+    for t in old:
+        steps.append(t.stride(0))
     task = _Step(
         *(torch.get_num_threads(), batch, states, heads, queries // heads),
         *(stored - window, window),
         *(size, columns, features, decays, branch.mean, branch.relative),
-        *map_numbers(HYBRID_STEP, branch.feature_map),
-        *chain(*[t.stride()[:2] for t in read], decay_steps, weight.stride()[:2]),
-        *(t.stride(0) for t in old),
-        *(scale, branch.feature_scale**0.5 if branch.feature_map in SCALED else 1.0),
+        *map_numbers(HYBRID_STEP, name),
+        *steps,
+        *(scale, branch.feature_scale**0.5 if name in SCALED else 1.0),
         *map(Tensor.data_ptr, read),
         None if decay is None else decay.data_ptr(),
         *map(Tensor.data_ptr, (weight, *old)),
@@ -134,7 +142,7 @@ def hybrid_step_cpp(x: StepInputs) -> StepResult:
     )
     if getattr(cpp.load(HYBRID_STEP), FUNCTIONS[k.dtype])(task):
         refuse_state(slots, state)
-    return cast(out, dtype), after
+    return (out if out.dtype == dtype else out.to(dtype)), after
 
 
 def refuse_state(slots: Tensor | None, state: HybridState) -> NoReturn:

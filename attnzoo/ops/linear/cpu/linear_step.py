@@ -18,8 +18,12 @@ from attnzoo.ops.linear.cpu.call import MAP_NAMES, map_numbers
 from attnzoo.runtime import cpp
 from attnzoo.runtime.autocast import autocast_disabled
 from attnzoo.runtime.cpp.layout import Function
-from attnzoo.runtime.derivatives import is_plain_call
-from attnzoo.runtime.memory import DTYPE_NUMBERS, with_contiguous_rows, with_contiguous_states
+from attnzoo.runtime.memory import (
+    DTYPE_NUMBERS,
+    is_plain_call,
+    with_contiguous_rows,
+    with_contiguous_states,
+)
 
 STEPS = {torch.float32: "linear_step_float", torch.float64: "linear_step_double"}
 NO_GATE = StepGate()
@@ -88,7 +92,7 @@ def run_step_cpp(x: LinearInputs, gate: StepGate = NO_GATE) -> Result:
         x.log_decay,
     )
     assert x.state is not None
-    kv, z = map(with_contiguous_states, x.state)
+    kv, z = with_contiguous_states(*x.state)
     slots = None if x.slots is None else x.slots.to(torch.int64).contiguous()
     in_place = x.reuse_state and kv is x.state.kv and z is x.state.k
     if not in_place:  # the next state has the strides of the one before
