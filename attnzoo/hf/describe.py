@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 from attnzoo.contract.backend import AttentionBackend
 from attnzoo.errors import SpecError
 from attnzoo.hf.attention.call import layer_backend
-from attnzoo.hf.layers import attention_layers, layer_number, unwrap_model
-from attnzoo.hf.models.speed_up import sped_up_layers
+from attnzoo.hf.layers import attention_layers, unwrap_model
 from attnzoo.hf.names import NAME
 from attnzoo.hf.saving.files import empty_model
 
@@ -144,26 +143,7 @@ def describe(model: nn.Module | str | Path) -> Description:
                 else "not swapped",
             )
         rows.append(row)
-    rows += _sped_up_rows(target)
-    order = {name: i for i, (name, _) in enumerate(target.named_modules())}
-    rows.sort(key=lambda row: order[row.name])
     return Description(type(target).__name__, tuple(rows), tuple(dropout_lines(target)))
-
-
-def _sped_up_rows(model: PreTrainedModel) -> list[LayerDescription]:
-    """Return the layers that ``attnzoo.speed_up`` runs on ops."""
-    return [
-        LayerDescription(
-            layer=layer_number(name, layer),
-            name=name,
-            backend=f"{type(layer).__name__} by {forward.op}_attention",
-            options={},
-            extras=0,
-            impl=forward.ran.impl if forward.ran else "",
-            reason=forward.ran.reason if forward.ran else "",
-        )
-        for name, layer, forward in sped_up_layers(model)
-    ]
 
 
 def dropout_lines(model: PreTrainedModel) -> list[str]:

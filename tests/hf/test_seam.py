@@ -60,7 +60,7 @@ def sped_up_models():
 def test_layers_that_are_sped_up_refuse_unknown_arguments(build, ids):
     """Their stock methods end in ``**kwargs``; a renamed cache would be lost there."""
     model = attnzoo.speed_up(build().eval())
-    _, layer, _ = next(sped_up_layers(model))
+    _, layer = next(sped_up_layers(model))
     calls = []
     handle = layer.register_forward_pre_hook(
         lambda module, args, kwargs: calls.append((args, kwargs)), with_kwargs=True

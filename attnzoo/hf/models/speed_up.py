@@ -24,7 +24,7 @@ from transformers.activations import ACT2FN
 
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.sequences import Sequences, sequences_of_mask
-from attnzoo.contract.states import DeltaState, ImplChoice, LinearState
+from attnzoo.contract.states import DeltaState, LinearState
 from attnzoo.errors import SpecError, UnsupportedError
 from attnzoo.hf import seam
 from attnzoo.hf.attention.call import ForwardArguments
@@ -39,17 +39,8 @@ from attnzoo.runtime.memory import empty_huge_pages
 
 M = TypeVar("M", bound=nn.Module)
 
-RULES = (  # functions of the delta rule in transformers' modules, by name
-    "torch_chunk_gated_delta_rule",
-    "torch_recurrent_gated_delta_rule",
-    "chunk_kimi_delta_attention",
-    "recurrent_kimi_delta_attention",
-)
-SCAN = "mamba2_chunk_scan"  # of Mamba-2: everything between its convolution and its norm
-FUSED = "mamba2_split_conv1d_scan_combined"  # all of a layer, or None: the layer calls the parts
-CONVOLUTION = "causal_conv1d_fn"
 LIGHTNING = "MiniMaxLightningAttention"
-TOKENS = 128  # convolved at once, so that they stay in the cache
+BLOCK = 128  # tokens convolved at once, so that they stay in the CPU's cache
 
 
 def speed_up(model: M) -> M:
@@ -94,7 +85,7 @@ def speed_up(model: M) -> M:
 
 def _replace_layers(model: PreTrainedModel) -> bool:
     """Give the layers a ``forward`` of ours; return whether there are any."""
-    layers = [(name, x) for name, x in model.named_modules() if op_of_layer(type(x))]
+    layers = [(name, x) for name, x in model.named_modules() if _is_recurrent(type(x))]
     for name, layer in layers:
         forward = vars(layer).get(_slot(layer))
         if isinstance(forward, FastForward):
@@ -113,7 +104,7 @@ def _replace_layers(model: PreTrainedModel) -> bool:
 def remove_speed_up(model: nn.Module) -> bool:
     """Give the layers of a model their stock ``forward`` again; return whether any was sped up."""
     layers = list(sped_up_layers(model))
-    for _, layer, _ in layers:
+    for _, layer in layers:
         if _slot(layer) == "forward":
             del layer.forward
         else:
@@ -122,12 +113,11 @@ def remove_speed_up(model: nn.Module) -> bool:
     return bool(layers)
 
 
-def sped_up_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, FastForward]]:
-    """Yield the name of each layer that is sped up, the layer, and its ``forward``."""
+def sped_up_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the name of each layer that is sped up, and the layer."""
     for name, layer in model.named_modules():
-        forward = vars(layer).get(_slot(layer))
-        if isinstance(forward, FastForward):
-            yield name, layer, forward
+        if isinstance(vars(layer).get(_slot(layer)), FastForward):
+            yield name, layer
 
 
 def _slot(layer: nn.Module) -> str:
@@ -135,16 +125,13 @@ def _slot(layer: nn.Module) -> str:
     return "_old_forward" if hasattr(layer, "_hf_hook") else "forward"
 
 
-def op_of_layer(layer_class: type[nn.Module]) -> str:
-    """Return the op that computes layers of a class, ``"delta"`` or ``"linear"``, or ``""``."""
-    if not layer_class.__module__.startswith("transformers."):
-        return ""
-    if layer_class.__name__ == LIGHTNING:
-        return "linear"
+def _is_recurrent(layer_class: type[nn.Module]) -> bool:
+    """Return whether a layer's class is of transformers and calls one of our :data:`RULES`."""
     function = inspect.unwrap(layer_class.forward)
     names = getattr(getattr(function, "__code__", None), "co_names", ())
-    called = {x for x in (*RULES, SCAN) if x in names and x in function.__globals__}
-    return "linear" if SCAN in called else "delta" if called else ""
+    is_caller = any(x in names and x in function.__globals__ for x in RULES)
+    is_known = is_caller or layer_class.__name__ == LIGHTNING
+    return layer_class.__module__.startswith("transformers.") and is_known
 
 
 def _no_layer(model: PreTrainedModel) -> str:
@@ -160,287 +147,45 @@ def _no_layer(model: PreTrainedModel) -> str:
 class FastForward:
     """The ``forward`` of a layer that is sped up; copies and pickles of the layer contain it.
 
-    Attributes:
+    Args:
         layer: The layer.
-        op: ``"delta"`` or ``"linear"``.
-        ran: What computed its last call.
     """
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
-        self.op = op_of_layer(type(layer))
-        self.ran: ImplChoice | None = None
-        self._function = self._make_function()  # torch.compile cannot trace this
+        self._function = _fast_function(type(layer))  # torch.compile cannot trace this
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer."""
         return self._function(self.layer, *args, **kwargs)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes without the function, which cannot be pickled."""
-        return {name: x for name, x in vars(self).items() if name != "_function"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the attributes and the function."""
-        vars(self).update(state)
-        self._function = self._make_function()
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Make a copy from the copy of the layer."""
+        return FastForward, (self.layer,)
 
     @property
     def __signature__(self) -> inspect.Signature:
         """The signature of the stock ``forward``."""
         return inspect.signature(types.MethodType(type(self.layer).forward, self.layer))
 
-    def _make_function(self) -> Callable[..., Any]:
-        stock = type(self.layer).forward
-        if type(self.layer).__name__ == LIGHTNING:
-            return partial(self._lightning, stock)
-        names = inspect.unwrap(stock).__globals__
-        ours: dict[str, Callable[..., Any]] = {
-            **dict.fromkeys(RULES, self._delta_rule),
-            SCAN: self._scan,
-            FUSED: self._no_fused_layer,
-            CONVOLUTION: self._convolution,
-        }
-        replaced = {x: partial(own, names[x]) for x, own in ours.items() if x in names}
-        function: Callable[..., Any] = _with_globals(stock, replaced)
-        return function
 
-    def _record(self, choice: ImplChoice | None) -> None:
-        if not torch.compiler.is_compiling():
-            self.ran = choice
+def _fast_function(layer_class: type[nn.Module]) -> Callable[..., Any]:
+    """Return the ``forward`` of a class, with our functions in place of those that it calls."""
+    stock: Any = layer_class.forward
+    if layer_class.__name__ == LIGHTNING:
+        return partial(_lightning, stock)
+    names = inspect.unwrap(stock).__globals__
+    ours = {**RULES, **OTHERS}
+    replaced = {x: partial(_on_cpu, own, names[x]) for x, own in ours.items() if x in names}
+    found: Callable[..., Any] = _with_globals(stock, replaced)
+    return found
 
-    def _delta_rule(
-        self,
-        stock: Callable[..., Any],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        initial_state: Tensor | None = None,
-        output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Compute the delta rule as transformers' functions do, in float32.
 
-        Args:
-            stock: The function that this one replaces.
-            query: ``[B, T, Hkv, D]``.
-            key: ``[B, T, Hkv, D]``.
-            value: ``[B, T, H, E]``; H is a multiple of Hkv.
-            g: Log decays, ``[B, T, H]`` or ``[B, T, H, D]``.
-            beta: ``[B, T, H]``.
-            initial_state: ``[B, H, D, E]``.
-            output_final_state: Whether to return the state.
-            use_qk_l2norm_in_kernel: Whether to normalise queries and keys.
-            kwargs: May contain ``seq_idx``; see :func:`read_sequences`. Unknown arguments are
-                refused.
-        """
-        if query.device.type != "cpu":
-            self._record(ImplChoice("stock", f"the tensors are on {query.device.type}"))
-            options = {"g": g, "beta": beta, "initial_state": initial_state, **kwargs}
-            options["output_final_state"] = output_final_state
-            options["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
-            result: tuple[Tensor, Tensor | None] = stock(query, key, value, **options)
-            return result
-        seam.refuse_unknown_arguments(
-            "speed_up of the delta rule", kwargs, seam.IGNORED_RULE_ARGUMENTS
-        )
-        dtype = query.dtype
-        if (repeats := value.shape[2] // key.shape[2]) > 1:
-            query, key = (x.repeat_interleave(repeats, 2) for x in (query, key))
-        inputs: tuple[Tensor, ...] = (query, key, value, beta, g)
-        batch, tokens = query.shape[:2]
-        state = None if initial_state is None else DeltaState(initial_state.float())
-        has_state = state is not None or output_final_state
-        sequences = read_sequences(batch, tokens, kwargs, has_state=has_state)
-        inputs = _as_one_row(inputs, sequences)
-        q, k, v, beta, log_decay = (_narrow(x).transpose(1, 2) for x in inputs)
-        found = delta_attention(
-            *(q, k, v, beta),
-            sequences=sequences,
-            log_decay=log_decay,
-            scale=q.shape[3] ** -0.5,
-            normalize_qk=use_qk_l2norm_in_kernel,
-            state=state,
-            return_state=output_final_state,
-        )
-        self._record(found.impl)
-        out = found.out.transpose(1, 2).reshape(batch, tokens, *value.shape[2:])
-        return out.to(dtype), None if found.state is None else found.state.kv
-
-    def _scan(
-        self,
-        stock: Callable[..., Any],
-        hidden_states: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        chunk_size: int,
-        D: Tensor | None = None,
-        dt_bias: Tensor | None = None,
-        initial_states: Tensor | None = None,
-        dt_softplus: bool = False,
-        dt_limit: tuple[float, float] = (0.0, float("inf")),
-        return_final_states: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        r"""Compute the scan of Mamba-2 as transformers' function does, in float32.
-
-        .. math:: S_t = e^{dt_t A} S_{t-1} + dt_t B_t x_t^T, \quad y_t = C_t S_t + D x_t
-
-        Args:
-            stock: The function that this one replaces.
-            hidden_states: x, ``[B, T, H, E]``.
-            dt: Step sizes before ``dt_bias`` and the softplus, ``[B, T, H]``.
-            A: Rates of the decay, negative, ``[H]``.
-            B: ``[B, T, G, N]``, for groups of H / G heads.
-            C: ``[B, T, G, N]``.
-            chunk_size: Of the stock function.
-            D: ``[H]``.
-            dt_bias: ``[H]``.
-            initial_states: ``[B, H, E, N]``.
-            dt_softplus: Whether step sizes get a softplus.
-            dt_limit: Their least and greatest values.
-            return_final_states: Whether to return the states too.
-            kwargs: May contain ``seq_idx``. Unknown arguments are refused.
-        """
-        if hidden_states.device.type != "cpu":
-            self._record(ImplChoice("stock", f"the tensors are on {hidden_states.device.type}"))
-            options = {"D": D, "dt_bias": dt_bias, "initial_states": initial_states, **kwargs}
-            options |= {"dt_softplus": dt_softplus, "dt_limit": dt_limit}
-            options["return_final_states"] = return_final_states
-            return stock(hidden_states, dt, A, B, C, chunk_size, **options)
-        given = {name: x for name, x in kwargs.items() if name != "z" or x is not None}
-        seam.refuse_unknown_arguments(
-            "speed_up of the Mamba-2 scan", given, seam.IGNORED_RULE_ARGUMENTS
-        )
-        batch, tokens, heads = hidden_states.shape[:3]
-        dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
-        dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit).float()
-        x = hidden_states.float()
-        groups = (t.float().repeat_interleave(heads // t.shape[2], 2) for t in (C, B))
-        inputs: tuple[Tensor, ...] = (*groups, x * dt[..., None], A.float() * dt)
-        state = None if initial_states is None else _scan_state(initial_states)
-        has_state = state is not None or return_final_states
-        sequences = read_sequences(batch, tokens, kwargs, has_state=has_state)
-        q, k, v, log_decay = (t.transpose(1, 2) for t in _as_one_row(inputs, sequences))
-        found = linear_attention(
-            *(q, k, v),
-            sequences=sequences,
-            log_decay=log_decay,
-            state=state,
-            return_state=return_final_states,
-        )
-        self._record(found.impl)
-        out = found.out.transpose(1, 2).reshape(x.shape)
-        out = out if D is None else out + D[:, None] * x
-        if not return_final_states:
-            return out
-        assert isinstance(found.state, LinearState)
-        return out, found.state.kv.transpose(2, 3)
-
-    @staticmethod
-    def _no_fused_layer(
-        stock: Callable[..., Any], projected_states: Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Return ``None`` on CPUs, for which no kernel computes a layer at once.
-
-        Args:
-            stock: The function that this one replaces.
-            projected_states: ``[B, T, X]``.
-            args: Other arguments of ``stock``.
-            kwargs: The same by name.
-        """
-        if projected_states.device.type == "cpu":
-            return None
-        return stock(projected_states, *args, **kwargs)
-
-    def _convolution(
-        self,
-        stock: Callable[..., Tensor],
-        hidden_states: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        activation: str | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """Compute the causal convolution of each channel, not across packed sequences.
-
-        Args:
-            stock: The function that this one replaces, which knows no packed sequences on CPUs.
-            hidden_states: ``[B, X, T]``; a cache puts earlier tokens before those of the call.
-            weight: ``[X, width]``.
-            bias: ``[X]``.
-            activation: Name of the activation function.
-            kwargs: May contain ``seq_idx``. Unknown arguments are refused.
-        """
-        if hidden_states.device.type != "cpu":
-            return stock(hidden_states, weight, bias, activation=activation, **kwargs)
-        seam.refuse_unknown_arguments(
-            "speed_up of the convolution", kwargs, seam.IGNORED_RULE_ARGUMENTS
-        )
-        batch, _, tokens = hidden_states.shape
-        sequences = read_sequences(batch, tokens, kwargs)
-        if sequences is not None:
-            return convolve_sequences(hidden_states, weight, bias, activation, sequences)
-        if can_convolve_rows(hidden_states, weight, bias):
-            return convolve_rows(hidden_states, weight, bias, activation)
-        return stock(hidden_states, weight, bias, activation=activation)
-
-    def _lightning(
-        self, stock: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        """Compute MiniMax's lightning attention: linear attention with a constant decay per head.
-
-        Args:
-            stock: The ``forward`` that this one replaces.
-            layer: The layer.
-            args: Arguments of ``stock``: the hidden states, ``[B, T, hidden size]``, a padding
-                mask, ``[B, T]``, and a cache, which holds ``[B, H, D, D]`` for this layer.
-            kwargs: The same by name; unknown ones are refused.
-        """
-        arguments = ForwardArguments(stock)
-        groups = seam.HIDDEN_STATES, seam.ATTENTION_MASK
-        hidden_states, attention_mask = arguments.find(args, kwargs, *groups)
-        if hidden_states.device.type != "cpu":
-            self._record(ImplChoice("stock", f"the tensors are on {hidden_states.device.type}"))
-            result: tuple[Tensor, Tensor] = stock(layer, *args, **kwargs)
-            return result
-        cache = arguments.cache(args, kwargs)
-        known = {*seam.HIDDEN_STATES, *seam.ATTENTION_MASK, *seam.CACHE}
-        known |= seam.IGNORED_RULE_ARGUMENTS
-        given = dict(zip(arguments.names, args, strict=False)) | kwargs
-        seam.refuse_unknown_arguments(f"speed_up of {type(layer).__name__}", given, known)
-        batch, length, _ = hidden_states.shape
-        qkv = layer.act_fn(layer.qkv_proj(hidden_states))
-        if attention_mask is not None:
-            qkv = (qkv * attention_mask[:, :, None]).to(qkv.dtype)
-        qkv = qkv.reshape(batch, length, layer.num_attention_heads, 3 * layer.head_dim)
-        qkv = qkv.split(layer.head_dim, 3)
-        kv = None if cache is None else cache.get_linear_cache(layer.layer_idx)
-        dtype = torch.promote_types(qkv[0].dtype, torch.float32)
-        state = (
-            None if kv is None else LinearState(kv.to(dtype), kv.new_zeros(kv.shape[:3]).to(dtype))
-        )
-        sequences = read_sequences(batch, length, kwargs, has_state=cache is not None)
-        q, k, v = (x.transpose(1, 2) for x in _as_one_row(qkv, sequences))
-        found = linear_attention(
-            *(q, k, v),
-            sequences=sequences,
-            log_decay=-layer.slope_rate.flatten().to(dtype),
-            state=state,
-            return_state=sequences is None,
-        )
-        self._record(found.impl)
-        kv = None if found.state is None else found.state.kv.to(v.dtype)
-        out = found.out.transpose(1, 2).reshape(batch, length, -1)
-        out = torch.sigmoid(layer.output_gate(hidden_states)) * layer.norm(out)
-        if cache is not None:
-            cache.set_linear_cache(layer.layer_idx, kv)
-        return layer.out_proj(out), kv
+def _on_cpu(
+    own: Callable[..., Any], stock: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Call our function for tensors on a CPU, and the stock one for others."""
+    return (own if x.device.type == "cpu" else stock)(x, *args, **kwargs)
 
 
 def _with_globals(function: Any, replaced: dict[str, Any]) -> Any:
@@ -478,72 +223,221 @@ def _narrow(x: Tensor) -> Tensor:
     return x.float() if x.dtype == torch.float64 else x
 
 
-def convolve_sequences(
-    hidden_states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    sequences: Sequences,
-) -> Tensor:
-    """Compute a causal convolution that does not cross the borders of packed sequences.
+def _delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the delta rule as transformers' functions do, in float32.
 
     Args:
-        hidden_states: ``[B, X, T]``.
+        query: ``[B, T, Hkv, D]``.
+        key: ``[B, T, Hkv, D]``.
+        value: ``[B, T, H, E]``; H is a multiple of Hkv.
+        g: Log decays, ``[B, T, H]`` or ``[B, T, H, D]``.
+        beta: ``[B, T, H]``.
+        initial_state: ``[B, H, D, E]``.
+        output_final_state: Whether to return the state.
+        use_qk_l2norm_in_kernel: Whether to normalise queries and keys.
+        kwargs: May contain ``seq_idx``; see :func:`read_sequences`. Unknown arguments are
+            refused.
+    """
+    seam.refuse_unknown_arguments("speed_up of the delta rule", kwargs, seam.IGNORED_RULE_ARGUMENTS)
+    dtype = query.dtype
+    if (repeats := value.shape[2] // key.shape[2]) > 1:
+        query, key = (x.repeat_interleave(repeats, 2) for x in (query, key))
+    inputs: tuple[Tensor, ...] = (query, key, value, beta, g)
+    batch, tokens = query.shape[:2]
+    state = None if initial_state is None else DeltaState(initial_state.float())
+    has_state = state is not None or output_final_state
+    sequences = read_sequences(batch, tokens, kwargs, has_state=has_state)
+    inputs = _as_one_row(inputs, sequences)
+    q, k, v, beta, log_decay = (_narrow(x).transpose(1, 2) for x in inputs)
+    found = delta_attention(
+        *(q, k, v, beta),
+        sequences=sequences,
+        log_decay=log_decay,
+        scale=q.shape[3] ** -0.5,
+        normalize_qk=use_qk_l2norm_in_kernel,
+        state=state,
+        return_state=output_final_state,
+    )
+    out = found.out.transpose(1, 2).reshape(batch, tokens, *value.shape[2:])
+    return out.to(dtype), None if found.state is None else found.state.kv
+
+
+def _scan(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    **kwargs: Any,
+) -> Any:
+    r"""Compute the scan of Mamba-2 as transformers' function does, in float32.
+
+    .. math:: S_t = e^{dt_t A} S_{t-1} + dt_t B_t x_t^T, \quad y_t = C_t S_t + D x_t
+
+    Args:
+        hidden_states: x, ``[B, T, H, E]``.
+        dt: Step sizes before ``dt_bias`` and the softplus, ``[B, T, H]``.
+        A: Rates of the decay, negative, ``[H]``.
+        B: ``[B, T, G, N]``, for groups of H / G heads.
+        C: ``[B, T, G, N]``.
+        chunk_size: Of the stock function.
+        D: ``[H]``.
+        dt_bias: ``[H]``.
+        initial_states: ``[B, H, E, N]``.
+        dt_softplus: Whether step sizes get a softplus.
+        dt_limit: Their least and greatest values.
+        return_final_states: Whether to return the states too.
+        kwargs: May contain ``seq_idx``. Unknown arguments are refused.
+    """
+    given = {name: x for name, x in kwargs.items() if name != "z" or x is not None}
+    seam.refuse_unknown_arguments(
+        "speed_up of the Mamba-2 scan", given, seam.IGNORED_RULE_ARGUMENTS
+    )
+    batch, tokens, heads = hidden_states.shape[:3]
+    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+    dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit).float()
+    x = hidden_states.float()
+    groups = (t.float().repeat_interleave(heads // t.shape[2], 2) for t in (C, B))
+    inputs: tuple[Tensor, ...] = (*groups, x * dt[..., None], A.float() * dt)
+    state = None if initial_states is None else _scan_state(initial_states)
+    has_state = state is not None or return_final_states
+    sequences = read_sequences(batch, tokens, kwargs, has_state=has_state)
+    q, k, v, log_decay = (t.transpose(1, 2) for t in _as_one_row(inputs, sequences))
+    found = linear_attention(
+        *(q, k, v),
+        sequences=sequences,
+        log_decay=log_decay,
+        state=state,
+        return_state=return_final_states,
+    )
+    out = found.out.transpose(1, 2).reshape(x.shape)
+    out = out if D is None else out + D[:, None] * x
+    if not return_final_states:
+        return out
+    assert isinstance(found.state, LinearState)
+    return out, found.state.kv.transpose(2, 3)
+
+
+def _no_fused_layer(*args: Any, **kwargs: Any) -> None:
+    """Return ``None``: no kernel for CPUs computes a layer at once."""
+
+
+def _convolution(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Compute the causal convolution of each channel, not across packed sequences.
+
+    Args:
+        hidden_states: ``[B, X, T]``; a cache puts earlier tokens before those of the call.
         weight: ``[X, width]``.
         bias: ``[X]``.
         activation: Name of the activation function.
-        sequences: Those of all rows, one after another.
+        kwargs: May contain ``seq_idx``. Unknown arguments are refused.
     """
-    x = hidden_states.to(weight.dtype).transpose(1, 2)
-    row = x.reshape(1, -1, x.shape[2])
-    out = causal_convolution(row, weight, sequences=sequences).view(x.shape).transpose(1, 2)
-    out = out if bias is None else out + bias[:, None]
-    out = out if activation is None else ACT2FN[activation](out)
-    return out.to(hidden_states.dtype)
-
-
-def can_convolve_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Return whether :func:`convolve_rows` computes a call, and is faster than torch."""
+    seam.refuse_unknown_arguments(
+        "speed_up of the convolution", kwargs, seam.IGNORED_RULE_ARGUMENTS
+    )
+    batch, _, tokens = hidden_states.shape
+    sequences = read_sequences(batch, tokens, kwargs)
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    x, weight = hidden_states.transpose(1, 2).to(dtype).contiguous(), weight.to(dtype)
     needs_grad = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x, weight, bias)
     )
-    if needs_grad or torch.compiler.is_compiling():
-        return False
-    return x.stride(1) == 1 and x.dtype == weight.dtype == torch.float32
+    act = (lambda out: out) if activation is None else ACT2FN[activation]
+    if sequences is None and not needs_grad and not torch.compiler.is_compiling():
+        out = _convolve_blocks(x, weight, bias, act)
+    else:
+        row = x if sequences is None else x.reshape(1, -1, x.shape[2])
+        out = causal_convolution(row, weight, sequences=sequences).view(x.shape)
+        out = act(out if bias is None else out + bias)
+    return out.transpose(1, 2).to(hidden_states.dtype)
 
 
-def convolve_rows(
-    hidden_states: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+def _convolve_blocks(
+    x: Tensor, weight: Tensor, bias: Tensor | None, act: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Compute a causal convolution of tokens whose channels are adjacent in memory.
-
-    torch copies them, so that tokens are adjacent; what follows copies them back.
-
-    Args:
-        hidden_states: ``[B, X, T]``, a view of ``[B, T, X]``.
-        weight: ``[X, width]``.
-        bias: ``[X]``.
-        activation: Name of the activation function.
-
-    Returns:
-        ``[B, X, T]``, a view of ``[B, T, X]``.
-    """
-    x, taps = hidden_states.transpose(1, 2), weight.t().contiguous()
-    out = empty_huge_pages(x, x.shape)
-    for start in range(0, x.shape[1], TOKENS):
-        stop = min(start + TOKENS, x.shape[1])
+    """Return the convolution of ``[B, T, X]`` without gradients, in blocks of tokens."""
+    taps, out = weight.t().contiguous(), empty_huge_pages(x, x.shape)
+    for start in range(0, x.shape[1], BLOCK):
+        stop = min(start + BLOCK, x.shape[1])
         block = torch.mul(x[:, start:stop], taps[-1], out=out[:, start:stop])
         for shift in range(1, len(taps)):
             if (first := max(start, shift)) < stop:
                 earlier = x[:, first - shift : stop - shift]
                 block[:, first - start :].addcmul_(earlier, taps[-1 - shift])
-        if bias is not None:
-            block += bias
-        if activation == "silu":
-            F.silu(block, inplace=True)
-        elif activation is not None:
-            block.copy_(ACT2FN[activation](block))
-    return out.transpose(1, 2)
+        block.copy_(act(block if bias is None else block + bias))
+    return out
+
+
+def _lightning(
+    stock: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Compute MiniMax's lightning attention: linear attention with a constant decay per head.
+
+    Args:
+        stock: The ``forward`` that this one replaces.
+        layer: The layer.
+        args: Arguments of ``stock``: the hidden states, ``[B, T, hidden size]``, a padding
+            mask, ``[B, T]``, and a cache, which holds ``[B, H, D, D]`` for this layer.
+        kwargs: The same by name; unknown ones are refused.
+    """
+    arguments = ForwardArguments(stock)
+    groups = seam.HIDDEN_STATES, seam.ATTENTION_MASK
+    hidden_states, attention_mask = arguments.find(args, kwargs, *groups)
+    if hidden_states.device.type != "cpu":
+        result: tuple[Tensor, Tensor] = stock(layer, *args, **kwargs)
+        return result
+    cache = arguments.cache(args, kwargs)
+    known = {*seam.HIDDEN_STATES, *seam.ATTENTION_MASK, *seam.CACHE}
+    known |= seam.IGNORED_RULE_ARGUMENTS
+    given = dict(zip(arguments.names, args, strict=False)) | kwargs
+    seam.refuse_unknown_arguments(f"speed_up of {type(layer).__name__}", given, known)
+    batch, length, _ = hidden_states.shape
+    qkv = layer.act_fn(layer.qkv_proj(hidden_states))
+    if attention_mask is not None:
+        qkv = (qkv * attention_mask[:, :, None]).to(qkv.dtype)
+    qkv = qkv.reshape(batch, length, layer.num_attention_heads, 3 * layer.head_dim)
+    qkv = qkv.split(layer.head_dim, 3)
+    kv = None if cache is None else cache.get_linear_cache(layer.layer_idx)
+    dtype = torch.promote_types(qkv[0].dtype, torch.float32)
+    state = None if kv is None else LinearState(kv.to(dtype), kv.new_zeros(kv.shape[:3]).to(dtype))
+    sequences = read_sequences(batch, length, kwargs, has_state=cache is not None)
+    q, k, v = (x.transpose(1, 2) for x in _as_one_row(qkv, sequences))
+    found = linear_attention(
+        *(q, k, v),
+        sequences=sequences,
+        log_decay=-layer.slope_rate.flatten().to(dtype),
+        state=state,
+        return_state=sequences is None,
+    )
+    kv = None if found.state is None else found.state.kv.to(v.dtype)
+    out = found.out.transpose(1, 2).reshape(batch, length, -1)
+    out = torch.sigmoid(layer.output_gate(hidden_states)) * layer.norm(out)
+    if cache is not None:
+        cache.set_linear_cache(layer.layer_idx, kv)
+    return layer.out_proj(out), kv
 
 
 def read_sequences(
@@ -574,3 +468,18 @@ def read_sequences(
         )
     mask = AttentionMask(causal=True, segment_ids=ids)
     return sequences_of_mask(mask, (batch, tokens), ids.device)[0]
+
+
+# Functions of transformers' modules by name: those of the delta rule and the scan of Mamba-2, which
+# is all that stands between its convolution and its norm; and others of the layers that call them.
+RULES: dict[str, Callable[..., Any]] = {
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "torch_recurrent_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
+    "recurrent_kimi_delta_attention": _delta_rule,
+    "mamba2_chunk_scan": _scan,
+}
+OTHERS: dict[str, Callable[..., Any]] = {
+    "mamba2_split_conv1d_scan_combined": _no_fused_layer,
+    "causal_conv1d_fn": _convolution,
+}

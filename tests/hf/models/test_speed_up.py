@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 import attnzoo
 from attnzoo.errors import SpecError, UnsupportedError
+from attnzoo.hf.models import speed_up as module
 from attnzoo.hf.models.speed_up import RULES, sped_up_layers
 from attnzoo.hf.seam import cache_argument, output_cache
 
@@ -136,16 +137,20 @@ def test_logits_and_gradients_are_those_of_the_stock_model(family):
             assert (other - grad).norm() <= 1e-3 * grad.norm().clamp(min=1e-6), name
 
 
-def test_it_runs_our_ops(family):
+def test_it_runs_our_ops(family, monkeypatch):
     _, ours = pair(family)
+    op, ran = "linear_attention" if family in LINEAR else "delta_attention", []
+
+    def recorded(*args, **kwargs):
+        found = function(*args, **kwargs)
+        ran.append(found.impl.impl)
+        return found
+
+    function = getattr(module, op)
+    monkeypatch.setattr(module, op, recorded)
     with torch.no_grad():
         ours(tokens(1, 20))
-    rows = [row for row in attnzoo.describe(ours) if "attention" in row.backend]
-    assert [row.layer for row in rows] == [0, 2]
-    op = "linear_attention" if family in LINEAR else "delta_attention"
-    assert all(row.backend.endswith(op) for row in rows)
-    assert all(row.impl in ("cpp", "torch") for row in rows)
-    assert all("chunk form" in row.reason for row in rows)
+    assert ran in (["cpp"] * 2, ["torch"] * 2)
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -182,7 +187,7 @@ def test_restore_copies_pickles_and_saved_files(family, tmp_path):
         for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
             layers = list(sped_up_layers(other))
             assert len(layers) == 2
-            assert all(forward.layer is layer for _, layer, forward in layers)
+            assert all(layer.forward.layer is layer for _, layer in layers)
             assert torch.equal(other(ids).logits, expected)
     ours.save_pretrained(tmp_path)
     assert ours.state_dict().keys() == stock.state_dict().keys()
@@ -200,7 +205,7 @@ def test_restore_copies_pickles_and_saved_files(family, tmp_path):
 
 def test_classes_and_modules_do_not_change(family):
     stock, ours = pair(family)
-    layer = next(layer for _, layer, _ in sped_up_layers(ours))
+    layer = next(layer for _, layer in sped_up_layers(ours))
     name = type(layer).__module__
     before = dict(vars(sys.modules[name]))
     ours(tokens(1, 5))
@@ -226,9 +231,8 @@ def test_swap_and_compile_and_hooks(family):
         assert_close(compiled(ids).logits, expected, atol=2e-4, rtol=1e-3)
         assert any("delta_cpp" in op for op in ops), ops  # not the functions of the module
     attnzoo.swap(ours, "linear")
-    backends = [row.backend for row in attnzoo.describe(ours)]
-    assert backends[1] == "linear"
-    assert "delta_attention" in backends[0]
+    assert [row.backend for row in attnzoo.describe(ours)] == ["linear"]
+    assert len(list(sped_up_layers(ours))) == 2
     attnzoo.restore(ours)
     assert not list(sped_up_layers(ours))
 
