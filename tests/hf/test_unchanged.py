@@ -6,7 +6,7 @@ import pydoc
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, BartConfig, BartForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, BartConfig, BartForConditionalGeneration
 
 import attnzoo
 from attnzoo.hf.seam import all_configs
@@ -18,7 +18,7 @@ CONVERT = "attnzoo.hf.swap.convert"
 def bart():
     sizes = {"decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 32}
     config = BartConfig(d_model=32, vocab_size=99, max_position_embeddings=32, **sizes)
-    return BartForCausalLM(config).eval()
+    return BartForConditionalGeneration(config).eval()
 
 
 def hybrid():
@@ -64,8 +64,8 @@ CHANGES = {
     "extend": (
         bart,
         lambda x: attnzoo.extend_positions(x, 80),
-        "attnzoo.hf.models.positions.Extension",
-        1,
+        "attnzoo.hf.models.positions._resize",
+        2,
     ),
     "speed up": (hybrid, attnzoo.speed_up, "attnzoo.hf.models.speed_up.FastForward.__init__", 2),
     "convert": (

@@ -1,8 +1,9 @@
-"""Extend a model's positions to longer inputs."""
+"""Extend a model's table of positions to longer inputs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -11,47 +12,28 @@ from transformers import PreTrainedModel
 
 from attnzoo.errors import SpecError, UnsupportedError, did_you_mean
 from attnzoo.hf.attention.call import layer_backend
-from attnzoo.hf.configs import has_field, read_field
-from attnzoo.hf.layers import attention_layers, has_position_bias, unwrap_model
+from attnzoo.hf.configs import read_field
+from attnzoo.hf.layers import attention_layers, unwrap_model
 from attnzoo.hf.unchanged import unchanged_on_error
 
 TABLE_METHODS = ("copy", "interpolate")
 TABLE_NAMES = ("position_embeddings", "position_embedding", "embed_positions", "wpe")
-_ALIBI = {
-    "bloom": None,
-    "mpt": "max_seq_len",
-}  # model types; field of the length limit
+Model = TypeVar("Model", bound=nn.Module)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Extension:
-    """The change that :func:`extend_positions` made to a model.
+def extend_positions(model: Model, length: int, *, method: str | None = None) -> Model:
+    """Extend a model's positions to ``length`` tokens in memory and return the model.
 
-    Attributes:
-        kind: ``"learned"``, ``"sinusoidal"``, ``"relative"`` or ``"alibi"``.
-        before: Maximum length before, in tokens; ``None`` if it was unlimited.
-        after: Requested maximum length, in tokens.
-        method: The method; ``"none"`` if the positions needed no change.
-    """
-
-    kind: str
-    before: int | None
-    after: int
-    method: str
-
-
-def extend_positions(model: nn.Module, length: int, *, method: str | None = None) -> Extension:
-    """Extend a model's positions to ``length`` tokens in memory; ``save_pretrained`` saves them.
-
-    Measure the quality at the new positions (``attnzoo compare``); most models need training there.
+    ``save_pretrained`` saves them. Measure the quality at the new positions (``attnzoo compare``);
+    most models need training there.
 
     - Learned position embeddings (BERT, GPT-2, OPT, RoBERTa): ``"copy"`` repeats the table, as
       Longformer does (arXiv:2004.05150, section 5), which keeps the differences between
       neighbouring positions; ``"interpolate"`` stretches it. Rows for padding are kept.
     - Sinusoidal position embeddings are computed for the new length.
-    - ALiBi and T5's relative bias are unlimited: at most a limit in the config changes.
 
-    Rotary positions are refused: transformers scales them by ``config.rope_parameters``.
+    Models without such a table are refused: transformers scales rotary positions by
+    ``config.rope_parameters``, and ALiBi and T5's relative bias are unlimited.
 
     Args:
         model: A transformers model, or a wrapper around one; swapped or not.
@@ -66,8 +48,7 @@ def extend_positions(model: nn.Module, length: int, *, method: str | None = None
     Example:
         >>> from transformers import BertConfig, BertModel
         >>> encoder = BertModel(BertConfig(num_hidden_layers=1, max_position_embeddings=64))
-        >>> extension = attnzoo.extend_positions(encoder, 256)
-        >>> encoder.config.max_position_embeddings
+        >>> attnzoo.extend_positions(encoder, 256).config.max_position_embeddings
         256
     """
     target = unwrap_model(model)
@@ -76,21 +57,22 @@ def extend_positions(model: nn.Module, length: int, *, method: str | None = None
     if not isinstance(length, int) or isinstance(length, bool) or length < 1:
         raise SpecError(f"length must be a number of tokens, got {length!r}")
     _refuse_fixed_projections(target)
-    with unchanged_on_error(target):
-        return _extend(target, length, method)
-
-
-def _extend(target: PreTrainedModel, length: int, method: str | None) -> Extension:
     tables = _tables(target)
-    if tables:
-        return _extend_tables(target, tables, length, method)
-    if read_field(target.config.get_text_config(), "rope_parameters"):
+    if not tables and read_field(target.config.get_text_config(), "rope_parameters"):
         raise UnsupportedError(
             f"{type(target).__name__} has rotary positions, which transformers scales: set "
             "config.rope_parameters (and config.max_position_embeddings) before the model is "
             "loaded, as docs/positions.md shows"
         )
-    return _extend_unlimited(target, length, method)
+    if not tables:
+        raise UnsupportedError(
+            f"{type(target).__name__} has no position embeddings that attnzoo recognises, so "
+            "nothing can be extended; supported are, among others, BERT, GPT-2, RoBERTa and OPT. "
+            "ALiBi and relative biases are unlimited"
+        )
+    with unchanged_on_error(target):
+        _extend_tables(target, tables, length, method)
+    return model
 
 
 def _refuse_fixed_projections(model: PreTrainedModel) -> None:
@@ -102,27 +84,6 @@ def _refuse_fixed_projections(model: PreTrainedModel) -> None:
                 f"{layer.geometry.name}: backend 'linformer' has a weight for each position that "
                 "the model had when it was swapped; extend the model before attnzoo.swap"
             )
-
-
-def _check_method(method: str | None, methods: tuple[str, ...], kind: str) -> str:
-    if method is None:
-        return methods[0]
-    if method not in methods:
-        raise SpecError(
-            f"No method to extend {kind} positions is called {method!r}."
-            f"{did_you_mean(method, methods)} Available: {', '.join(methods)}."
-        )
-    return method
-
-
-def _check_length(length: int, now: int) -> None:
-    if length <= now:
-        raise SpecError(
-            f"length must be greater than the {now} positions that the model has, got {length}"
-        )
-
-
-# -- position embeddings -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -172,19 +133,28 @@ def table_positions(model: PreTrainedModel) -> int | None:
 
 def _extend_tables(
     model: PreTrainedModel, tables: list[_Table], length: int, method: str | None
-) -> Extension:
+) -> None:
+    """Extend the embeddings, and the maximum length in the config."""
     first = tables[0]
     before = first.embedding.num_embeddings - first.offset
     computed = all(table.sinusoidal for table in tables)
     kind = "sinusoidal" if computed else "learned"
-    method = _check_method(method, ("computed",) if computed else TABLE_METHODS, kind)
-    _check_length(length, before)
+    methods = ("computed",) if computed else TABLE_METHODS
+    method = methods[0] if method is None else method
+    if method not in methods:
+        raise SpecError(
+            f"No method to extend {kind} positions is called {method!r}."
+            f"{did_you_mean(method, methods)} Available: {', '.join(methods)}."
+        )
+    if length <= before:
+        raise SpecError(
+            f"length must be greater than the {before} positions that the model has, got {length}"
+        )
     for table in tables:
         _resize(table, length, method)
     model.config.get_text_config().max_position_embeddings = length + (
         first.offset if first.counts_offset else 0
     )
-    return Extension(kind=kind, before=before, after=length, method=method)
 
 
 @torch.no_grad()
@@ -239,35 +209,3 @@ def sinusoidal(count: int, like: Tensor) -> Tensor:
             "config.max_position_embeddings"
         )
     return rows
-
-
-# -- unlimited positions -------------------------------------------------------------------------
-
-
-def _extend_unlimited(model: PreTrainedModel, length: int, method: str | None) -> Extension:
-    """Raise the limit of ALiBi or relative positions in the config, if there is one."""
-    config = model.config.get_text_config()
-    kind = config.model_type
-    alibi = kind in _ALIBI or bool(read_field(config, "alibi"))
-    relative = has_field(config, "relative_attention_num_buckets") or any(
-        has_position_bias(layer.module, cross_attention=False) for layer in attention_layers(model)
-    )
-    if not alibi and not relative:
-        raise UnsupportedError(
-            f"{type(model).__name__} has no position embeddings, rotary positions or position bias "
-            "that attnzoo recognises, so nothing can be extended; supported are, among others, "
-            "BERT, GPT-2, RoBERTa, OPT, Llama and T5"
-        )
-    name = "ALiBi" if alibi else "relative"
-    if method not in (None, "none"):
-        raise SpecError(
-            f"The model's {name} positions are unlimited, so method {method!r} does not apply; "
-            "leave method out"
-        )
-    limit = _ALIBI.get(kind)
-    before = read_field(config, limit) if limit else None
-    if limit and before is not None and before < length:
-        setattr(config, limit, length)
-    return Extension(
-        kind="alibi" if alibi else "relative", before=before, after=length, method="none"
-    )
