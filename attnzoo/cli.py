@@ -15,7 +15,6 @@ from attnzoo.commands import (
     compare,
     environment,
     evaluate_command,
-    heads,
     memory,
     models,
     plan,
@@ -77,7 +76,7 @@ app.command("finetune", context_settings=PASSED_ON)(recovery.finetune)
 app.command("evaluate")(evaluate_command.evaluate)
 app.command("compare")(compare.compare)
 app.command("memory")(memory.memory)
-app.command("heads")(heads.heads)
+app.command("heads")(compare.heads)
 app.command("tasks")(compare.tasks)
 app.command("inspect")(compare.inspect)
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 import attnzoo
 from attnzoo.errors import AttnzooError, SpecError
-from attnzoo.evaluation.decoding import measure_together
-from attnzoo.evaluation.equal_memory import saved_cache_bytes
+from attnzoo.evaluation.equal_memory import PREFILL_TOKENS, saved_cache_bytes
 from attnzoo.evaluation.margins import paired, speedup
 from attnzoo.evaluation.models import (
     EMBEDDED,
@@ -31,12 +33,12 @@ from attnzoo.evaluation.models import (
 from attnzoo.evaluation.presets import preset_specs
 from attnzoo.evaluation.quality import EvalBatch, evaluate_rows, make_eval_batch
 from attnzoo.evaluation.timing import machine
+from attnzoo.hf.seam import cache_argument
 from attnzoo.hf.swap.convert import original_attention
 from attnzoo.registry import available_backends
-from attnzoo.report.atomic_write import atomic_write
-from attnzoo.report.charts import line_plot
 from attnzoo.report.format import format_bytes, format_length, number
-from attnzoo.report.page import Part, write_page
+from attnzoo.report.output_path import atomic_write
+from attnzoo.report.page import Part, line_plot, write_page
 from attnzoo.report.table import Table
 from attnzoo.spec import AttentionSpec
 
@@ -44,6 +46,7 @@ WINDOW = 32  # of the control, flash attention to the latest tokens only
 CONTROL = f"flash window {WINDOW}"
 RESULTS = "results.json"
 LENGTHS = (256, 1024, 4096, 16384)
+TIMED_TOKENS = 12  # per context length
 
 
 @dataclass(kw_only=True)
@@ -169,6 +172,45 @@ def _measure(path: Path, spec: AttentionSpec, batch: EvalBatch, lengths: list[in
     except AttnzooError as error:
         result.refused = str(error)
     return result
+
+
+@torch.no_grad()
+def measure_together(
+    model: PreTrainedModel,
+    contexts: Mapping[str, Callable[[], AbstractContextManager[Any]]],
+    stream: Tensor,
+    lengths: Sequence[int],
+) -> dict[str, dict[int, list[float]]]:
+    """Return the milliseconds of decoded tokens, by context and by length.
+
+    Tokens of all contexts are timed in alternation, so that other load on the machine affects all.
+
+    Args:
+        model: A causal model in evaluation mode.
+        contexts: By name, functions that return a context in which the model runs, such as that of
+            :func:`~attnzoo.hf.swap.convert.original_attention`.
+        stream: Tokens that fill the caches, ``[L]``, on the model's device.
+        lengths: Context lengths, increasing, at most L.
+    """
+    taken: dict[str, dict[int, list[float]]] = {name: {} for name in contexts}
+    caches = {name: DynamicCache(config=model.config) for name in contexts}
+
+    def run(name: str, tokens: Tensor) -> float:
+        start = time.perf_counter()
+        with contexts[name]():
+            model(tokens[None], **cache_argument(caches[name]), use_cache=True, logits_to_keep=1)
+        return 1000 * (time.perf_counter() - start)
+
+    seen = 0
+    for length in lengths:
+        for name in taken:
+            for chunk in stream[seen:length].split(PREFILL_TOKENS) if length > seen else ():
+                run(name, chunk)
+        for _ in range(TIMED_TOKENS):
+            for name, times in taken.items():
+                times.setdefault(length, []).append(run(name, stream[:1]))
+        seen = int(next(iter(caches.values())).get_seq_length())
+    return taken
 
 
 def results_table(results: list[SwapResult]) -> Table:

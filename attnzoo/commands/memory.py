@@ -9,9 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from attnzoo.commands.options import Attentions, Model, parse_size, specs_of
-from attnzoo.commands.terminal import AsJson, console, problems
+from attnzoo.commands.terminal import AsJson, console, problems, show_status
 from attnzoo.errors import AttnzooError
-from attnzoo.report.live import show_status
 
 COLUMNS = {name: name for name in ("parameters", "gradients", "optimizer", "activations")} | {
     "activations_checkpointed": "checkpointed",

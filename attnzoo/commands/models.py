@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attnzoo.commands.options import Attentions, Model, spec_of, specs_of
-from attnzoo.commands.terminal import AsJson, console, problems
+from attnzoo.commands.terminal import AsJson, console, problems, show_status
 from attnzoo.errors import SpecError
-from attnzoo.report.live import show_status
 
 if TYPE_CHECKING:
     from attnzoo.hf.describe import Description
@@ -185,8 +184,8 @@ def demo(
 ) -> None:
     """Compare quality, recall, decoding speed and cache size of every attention in one model."""
     from attnzoo import demo as made
-    from attnzoo.report.charts import WITHOUT_MATPLOTLIB
     from attnzoo.report.output_path import check_folder
+    from attnzoo.report.page import WITHOUT_MATPLOTLIB
 
     check_folder(output_dir)
     specs = specs_of(attention or ["all"], made.default_specs)

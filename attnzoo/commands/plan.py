@@ -17,11 +17,10 @@ from attnzoo.commands.options import (
     parse_size,
     spec_of,
 )
-from attnzoo.commands.terminal import console
+from attnzoo.commands.terminal import console, show_status
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.margins import mean_of, plus_minus
 from attnzoo.report.format import format_bytes
-from attnzoo.report.live import show_status
 from attnzoo.report.table import Table
 
 TargetLength = Annotated[
@@ -87,7 +86,7 @@ def plan(
     from attnzoo.report.output_path import check_file
     from attnzoo.training.data import RowOptions, load_rows
     from attnzoo.training.plan import make_plan
-    from attnzoo.training.student_plan import plan_student
+    from attnzoo.training.student import plan_student
 
     if keep_softmax is not None and cache_bytes is not None:
         raise SpecError("plan takes either --keep-softmax or --cache-bytes")

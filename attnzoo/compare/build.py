@@ -15,8 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from attnzoo.compare.cases import CostCase, ModelInfo
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
-from attnzoo.evaluation.decoding import PREFILL_TOKENS
-from attnzoo.evaluation.equal_memory import saved_cache_bytes
+from attnzoo.evaluation.equal_memory import PREFILL_TOKENS, saved_cache_bytes
 from attnzoo.evaluation.timing import Run
 from attnzoo.hf.attention.call import layer_backend
 from attnzoo.hf.configs import read_field

@@ -26,10 +26,9 @@ from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.pretrained import load_pretrained
 from attnzoo.hf.saving.files import model_class, read_config
 from attnzoo.hf.swap.convert import swap
-from attnzoo.report.atomic_write import atomic_write
-from attnzoo.report.charts import Plot, line_plot, matrix_plot
 from attnzoo.report.format import number
-from attnzoo.report.page import Part, write_page
+from attnzoo.report.output_path import atomic_write
+from attnzoo.report.page import Part, Plot, line_plot, matrix_plot, write_page
 from attnzoo.report.table import Table
 from attnzoo.spec import AttentionSpec
 

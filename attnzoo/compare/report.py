@@ -1,31 +1,331 @@
-"""A comparison in the terminal, as a self-contained page, and as plots."""
+"""The tables, plots and page of a comparison, and its headline: what it recommends."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from attnzoo.compare.cases import LEVELS
-from attnzoo.compare.fit import Curve, best_exact, make_curves
-from attnzoo.compare.tables import (
-    MODE_NAMES,
-    cost_table,
-    findings_table,
-    group_title,
-    headline,
-    measured_quality,
-    not_measured,
-    quality_table,
+from attnzoo.compare.fit import (
+    Curve,
+    best_exact,
+    clear_gain,
+    clearly_faster,
+    exponent,
+    faster_from,
+    make_curves,
+    speedups,
 )
+from attnzoo.compare.workers import NOT_RUN, OK
+from attnzoo.evaluation.margins import Difference, mean_of, paired, plus_minus
 from attnzoo.evaluation.results import Row
-from attnzoo.report.charts import Plot, line_plot
-from attnzoo.report.format import format_length
-from attnzoo.report.page import Part, write_page
+from attnzoo.report.format import format_bytes, format_length, number, significant
+from attnzoo.report.page import Part, Plot, line_plot, write_page
 from attnzoo.report.table import Table
+
+EQUAL = "equal window"  # kind of rows with the window of equal memory
+MIN_SPEEDUP = 1.1  # below this factor nothing is called faster
+ACCEPTABLE_LOSS = 0.1  # bits per byte that a recommended swap may cost without training
+ACCEPTABLE_COSINE = 0.99  # of a recommended swap's embeddings to the original model's
+LEVEL_NAMES = {"op": "operator", "model": "whole model"}
+MODE_NAMES = {"forward": "forward", "train": "forward + backward", "decode": "decoding one token"}
+
+
+def group_title(device: str, level: str, mode: str) -> str:
+    """Return the heading of a group of curves."""
+    return f"{LEVEL_NAMES[level].capitalize()}, {MODE_NAMES[mode]}, {device}"
+
+
+def cost_table(curves: Sequence[Curve], group: tuple[str, str, str]) -> Table:
+    """Return milliseconds per row by length, and what the fits say.
+
+    All times are those of the fastest round. ``spread`` is the slowest round minus the fastest,
+    divided by the median, at the length where it is largest.
+
+    Args:
+        curves: Curves of one group.
+        group: Device, level and mode.
+    """
+    decode = group[2] == "decode"
+    lengths = sorted({n for curve in curves for n in (*curve.ms, *curve.missing)})
+    longest = lengths[-1]
+    fast = speedups(curves, longest)
+    columns = [
+        "attention",
+        *(f"ms @{format_length(n)}" for n in lengths),
+        "spread",
+        f"x exact @{format_length(longest)}",
+        "grows as",
+        "faster from",
+        f"{'cache' if decode else 'memory'} @{format_length(longest)}",
+    ]
+    rows = []
+    for curve in curves:
+        power = exponent(curve.ms)
+        rows.append(
+            [
+                curve.attention,
+                *(
+                    significant(curve.ms[n])
+                    if n in curve.ms
+                    else curve.missing.get(n, NOT_RUN).split(":")[0]
+                    for n in lengths
+                ),
+                _percent(max(curve.spread.values(), default=None)),
+                "" if curve.exact else number(fast.get(curve.attention), 1),
+                "-" if power is None else f"T^{power:.2f}",
+                faster_from(curve, curves),
+                format_bytes((curve.cache_bytes if decode else curve.peak_bytes).get(longest)),
+            ]
+        )
+    return Table(
+        columns=columns,
+        rows=rows,
+        title=group_title(*group),
+        caption="Milliseconds per row, fastest round. Spread: slowest minus fastest round, in % of "
+        "the median; the largest of all lengths. Faster from: where the difference is clear over "
+        "rounds that alternate with exact attention's.",
+    )
+
+
+# -- quality -------------------------------------------------------------------------------------
+
+
+def measured_quality(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows with a measured quality."""
+    return [row for row in rows if row["kind"] == "quality" and row["status"] == OK]
+
+
+def _best_exact(measured: Sequence[Row]) -> Row:
+    exact = [row for row in measured if row["exact"]]
+    return min(exact, key=lambda row: float(row.get("bits_per_byte", 0)), default={})
+
+
+def unable(rows: Sequence[Row]) -> str:
+    """Return why exact attention itself cannot predict the text, or ``""``.
+
+    The qualities of approximations say nothing then: the model is not trained, or the text is in
+    another language.
+    """
+    best = _best_exact(measured_quality(rows))
+    bits, unigram = best.get("bits_per_byte", 0), best.get("unigram_bits_per_byte", 1)
+    if bits < unigram:
+        return ""
+    return (
+        f"exact attention itself has {bits:.2f} bits per byte on this text, and the frequencies of "
+        f"its tokens alone give {unigram:.2f}; use a trained model and text in its language"
+    )
+
+
+def qualities(rows: Sequence[Row]) -> dict[str, Difference]:
+    """Return what each attention costs: bits per byte above exact attention, or 1 - cosine.
+
+    Empty without a measured exact attention, or if exact attention cannot predict the text.
+    """
+    measured = measured_quality(rows)
+    best = _best_exact(measured)
+    if not best or unable(rows):
+        return {}
+    if "cosine" in best:
+        return {x["attention"]: mean_of([1 - c for c in x["cosine_rows"]]) for x in measured}
+    return {row["attention"]: paired(row["rows"], best["rows"]) for row in measured}
+
+
+def _cost_text(cost: Difference, rows: Sequence[Row]) -> str:
+    if _in_cosines(rows):
+        return f"a cosine of {plus_minus(1 - cost.mean, cost.error)}"
+    return f"{'+' if cost.mean >= 0 else ''}{cost} bits per byte"
+
+
+def _in_cosines(rows: Sequence[Row]) -> bool:
+    """Whether the measured qualities are those of embeddings."""
+    return any("cosine" in row for row in measured_quality(rows))
+
+
+def equal_windows(rows: Sequence[Row]) -> dict[str, int | None]:
+    """Return the window of equal memory of each attention; ``None`` if it keeps all keys."""
+    found = [row for row in rows if row["kind"] == EQUAL and row["status"] == OK]
+    return {row["attention"]: row["window"] for row in found}
+
+
+def quality_table(rows: Sequence[Row]) -> Table | None:
+    """Return loss within and beyond the trained length, generation and recall; ``None`` if none.
+
+    ``equal tokens`` is the fraction of greedily generated tokens that equal exact attention's. Of a
+    model that predicts no next token: the similarity of its embeddings by length.
+    """
+    measured = measured_quality(rows)
+    if not measured:
+        return None
+    if _in_cosines(rows):
+        title = "Quality without training: cosine similarity of embeddings to the original model's"
+        lengths = list(measured[0]["cosine_by_length"])
+        columns = ["attention", *(f"cosine @{format_length(int(n))}" for n in lengths), "least"]
+        body = [
+            [x["attention"], *map(number, x["cosine_by_length"].values()), number(x["least"])]
+            for x in measured
+        ]
+        return Table(columns=columns, rows=body, title=title)
+    costs, equal = qualities(rows), equal_windows(rows)
+    distances = sorted({int(d) for row in measured for d in row["needle_by_distance"]})
+    shown = sorted({distances[i] for i in (0, len(distances) // 2, -1) if distances})
+    columns = [
+        "attention",
+        f"bits/byte to {format_length(measured[0]['trained'])}",
+        "costs",
+        "window of equal memory",
+        "beyond",
+        "equal tokens",
+        *(f"{kind} @{format_length(d)}" for kind in ("copy", "needle") for d in shown),
+    ]
+    body = [
+        [
+            (name := row["attention"]),
+            number(row["bits_per_byte"]),
+            f"{costs[name].mean:+.3f}" if name in costs else "-",
+            "all keys" if name in equal and equal[name] is None else str(equal.get(name, "-")),
+            number(row["bits_per_byte_beyond"]),
+            _percent(row["generation"].get("agreement")),
+            *(
+                _percent(row[f"{kind}_by_distance"].get(str(d)))
+                for kind in ("copy", "needle")
+                for d in shown
+            ),
+        ]
+        for row in measured
+    ]
+    return Table(
+        columns=columns, rows=body, title="Quality without training", caption=_notes(measured)
+    )
+
+
+def _notes(measured: Sequence[Row]) -> str:
+    """Return why numbers of quality are left out, or ``""``."""
+    found: dict[str, list[str]] = {}
+    for row in measured:
+        for note in row["notes"]:
+            found.setdefault(note, []).append(row["attention"])
+    return " ".join(f"{note} ({', '.join(names)})." for note, names in found.items())
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+# -- findings ------------------------------------------------------------------------------------
+
+
+def findings_table(curves: Sequence[Curve], rows: Sequence[Row]) -> Table:
+    """Return from which length each attention is faster, its cost in quality, and its cache.
+
+    Args:
+        curves: Curves of one level and mode.
+        rows: All rows.
+    """
+    costs = {name: _cost_text(cost, rows) for name, cost in qualities(rows).items()}
+    sizes = cache_bytes(curves, rows)
+    body = [
+        [
+            x.attention,
+            faster_from(x, curves),
+            costs.get(x.attention, "-"),
+            format_bytes(sizes.get(x.attention)),
+        ]
+        for x in curves
+    ]
+    columns = ["attention", "faster from", "cost without training", "cache"]
+    return Table(columns=columns, rows=body, title="Findings")
+
+
+def cache_bytes(curves: Sequence[Curve], rows: Sequence[Row]) -> Mapping[str, float]:
+    """Return the bytes of one sequence's cache at the longest length, by attention, where known."""
+    found: dict[str, Any] = {}
+    equal = [row for row in rows if row["kind"] == EQUAL and row["status"] == OK]
+    for row in sorted(equal, key=lambda row: int(row["T"])):
+        found[row["attention"]] = row["swap_bytes"]
+        found |= {curve.attention: row["exact_bytes"] for curve in curves if curve.exact}
+    return found | {x.attention: x.cache_bytes[max(x.cache_bytes)] for x in curves if x.cache_bytes}
+
+
+def headline(curves: Sequence[Curve], rows: Sequence[Row], missing: str = "") -> str:
+    """Return the main finding: the best attention, from which length on, and its quality.
+
+    Args:
+        curves: Curves of one level and mode.
+        rows: All rows.
+        missing: Why no quality was measured, if none was requested or possible.
+    """
+    exact = best_exact(curves)
+    if not exact:
+        return "No exact attention could be measured, so there is no baseline to compare with."
+    longest = max(exact)
+    clear = {x.attention for x in curves if longest in clearly_faster(x, curves)}
+    faster = {
+        name: factor
+        for name, factor in speedups(curves, longest).items()
+        if name in clear and factor >= MIN_SPEEDUP
+    }
+    if not faster:
+        return (
+            f"At {format_length(longest)} tokens, nothing that was measured is clearly faster than "
+            "exact attention: keep flash."
+        )
+    costs = qualities(rows)
+    limit = 1 - ACCEPTABLE_COSINE if _in_cosines(rows) else ACCEPTABLE_LOSS
+    good = {name: x for name, x in faster.items() if name in costs and costs[name].mean <= limit}
+    pool = good or faster
+    best = max(pool, key=lambda name: pool[name])
+    (curve,) = (curve for curve in curves if curve.attention == best)
+    gain = clear_gain(curve, curves, longest)
+    error = pool[best] * gain.error if gain else 0.0
+    finding = (
+        f"From {faster_from(curve, curves)} tokens on, {best} is faster than exact attention, "
+        f"{significant(pool[best], 2)} ± {significant(error, 1)} times at {format_length(longest)}"
+    )
+    if best not in costs:
+        return f"{finding}; {_unknown(best, rows, missing)}."
+    verb = "has" if _in_cosines(rows) else "costs"
+    cost = f"{verb} {_cost_text(costs[best], rows)} without training"
+    if best in good:
+        return f"{finding}, and {cost}."
+    return (
+        f"{finding}, but {cost}, and every faster attention loses as much or more than is "
+        "acceptable: train it, or keep flash."
+    )
+
+
+def _unknown(attention: str, rows: Sequence[Row], missing: str) -> str:
+    """Return why the quality of an attention is unknown."""
+    if reason := unable(rows):
+        return f"its quality was not measured: {reason}"
+    for row in rows:
+        if row["kind"] == "quality" and row["attention"] == attention and row["status"] != OK:
+            missing = ": ".join(filter(None, [row["status"], row.get("reason")]))
+    return "its quality was not measured" + (f" ({missing})" if missing else "")
+
+
+def not_measured(rows: Sequence[Row]) -> list[str]:
+    """Return cases without a result and why; cases skipped after a shorter one are left out.
+
+    A reason that several cases of an attention share is given once, with the first of them.
+    """
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row["status"] not in (OK, NOT_RUN):
+            what = LEVEL_NAMES[row["level"]] if row["kind"] == "cost" else row["kind"]
+            reason = ": ".join(filter(None, [row["status"], row.get("reason")]))
+            cases = found.setdefault((row["attention"], reason), [])
+            cases.append(f"{what}, {format_length(row['T'])} tokens")
+    return [
+        f"{attention}, {cases[0]}{f' and {len(cases) - 1} more' if cases[1:] else ''}: {reason}"
+        for (attention, reason), cases in found.items()
+    ]
+
 
 PAGE = "report.html"
 Group = tuple[str, str, str]  # device, level, mode

@@ -21,7 +21,7 @@ from attnzoo.compare.cases import (
     default_specs,
     is_exact,
 )
-from attnzoo.compare.tables import EQUAL, equal_windows
+from attnzoo.compare.report import EQUAL, equal_windows
 from attnzoo.compare.workers import (
     NOT_RUN,
     OK,

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedModel
 
 from attnzoo.evaluation.allocations import counted, fake_model
-from attnzoo.evaluation.decoding import layer_bytes
 from attnzoo.hf.attention.call import layer_backend
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.layers import attention_layers
@@ -33,6 +33,7 @@ from attnzoo.hf.seam import cache_argument
 from attnzoo.spec import AttentionSpec
 
 EXACT = "flash"
+PREFILL_TOKENS = 1024  # per forward call while a cache is filled
 STEP = 1024  # tokens, at least, after which a long cache grows evenly
 
 
@@ -236,3 +237,18 @@ def _largest(config: Any, option: str) -> int:
     """Return an option of a backend, the largest of all heads; 0 without it."""
     value = read_field(config, option) or 0
     return max(value) if isinstance(value, tuple) else int(value)
+
+
+def cache_bytes(cache: DynamicCache) -> int:
+    """Return the bytes of all tensors in a cache."""
+    return _bytes([vars(layer) for layer in cache.layers])
+
+
+def layer_bytes(layer: Any) -> int:
+    """Return the bytes of all tensors in one cache layer: states, or keys and values."""
+    return _bytes(vars(layer))
+
+
+def _bytes(tree: Any) -> int:
+    found = {id(x): x for x in tree_leaves(tree) if isinstance(x, Tensor)}
+    return sum(x.numel() * x.element_size() for x in found.values())

@@ -20,8 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from attnzoo.errors import ConfigError, UnsupportedError, did_you_mean
 from attnzoo.evaluation.allocations import AllocationTracker, counted, fake_model
-from attnzoo.evaluation.decoding import cache_bytes
-from attnzoo.evaluation.equal_memory import longest_window, saved_cache_bytes
+from attnzoo.evaluation.equal_memory import cache_bytes, longest_window, saved_cache_bytes
 from attnzoo.evaluation.models import max_positions, spec_label
 from attnzoo.hf.adapters.lora import with_adapters
 from attnzoo.hf.configs import has_field, read_field

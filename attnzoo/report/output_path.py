@@ -1,4 +1,4 @@
-"""Checks of an output path before anything is measured."""
+"""Checks of an output path before anything is measured, and atomic writes."""
 
 from __future__ import annotations
 
@@ -71,3 +71,17 @@ def _check_link(path: Path) -> None:
             f"{str(path)!r} is a link to {os.readlink(path)!r}, which does not exist; remove the "
             "link, or give another path"
         )
+
+
+def atomic_write(path: Path, text: str) -> None:
+    """Write a text file atomically: it is complete or unchanged, even when the disk is full."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

@@ -1,4 +1,4 @@
-"""Text as packed rows of tokens; ``datasets`` reads, tokenizes and caches it."""
+"""Text as packed rows of tokens, or texts of an encoder; ``datasets`` reads and caches it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import torch
 from attnzoo.errors import AttnzooError, SpecError
 from attnzoo.evaluation.corpus import MIN_REPEAT_LENGTH, add_repeats
 from attnzoo.evaluation.data import load_tokenizer
+from attnzoo.evaluation.embeddings import Texts, special_tokens
 from attnzoo.evaluation.models import max_positions
 from attnzoo.evaluation.rows import Rows, pack_documents
 from attnzoo.hf.configs import read_field
@@ -314,3 +315,50 @@ def with_repeats(rows: Rows, share: float, seed: int = 0, *, per_row: int = 1) -
         for i in changed:
             add_repeats(written.select(slice(i, i + 1)), generator)
     return written
+
+
+def tokenize_texts(
+    documents: Sequence[str], tokenizer: Any, *, row_length: int, vocab_size: int
+) -> Texts:
+    """Tokenize documents with special tokens, split into texts of at most ``row_length`` tokens.
+
+    Raises:
+        DataError: The tokenizer has no padding token or does not match the model.
+    """
+    if tokenizer.pad_token_id is None:
+        raise DataError(
+            "The tokenizer has no padding token, which texts of different lengths need; set one "
+            "and save the tokenizer"
+        )
+    before, after = special_tokens(tokenizer)
+    size, rows = row_length - len(before) - len(after), []
+    for text in documents:
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        parts = [ids[first : first + size] for first in range(0, len(ids), size)]
+        rows += [[*before, *part, *after] for part in parts]
+    check_vocabulary(max(map(max, rows)), vocab_size)
+    padded = tokenizer.pad({"input_ids": rows}, return_tensors="pt")
+    return Texts(tokens=padded["input_ids"], attention_mask=padded["attention_mask"])
+
+
+def load_texts(path: Path, data: Sequence[Path | str], args: Any) -> tuple[Texts, Texts]:
+    """Return training texts and held-out texts in an encoder's tokens.
+
+    Args:
+        path: Folder of the encoder.
+        data: As of :func:`load_documents`.
+        args: ``dataset_text_field``, ``max_tokens`` and ``max_length``.
+
+    Raises:
+        DataError: The data cannot be read, or ``max_length`` is more than the encoder's positions.
+    """
+    vocab_size = read_field(read_config(path).get_text_config(), "vocab_size")
+    tokenizer = load_tokenizer(path)
+    options = RowOptions(dataset_text_field=args.dataset_text_field, max_tokens=args.max_tokens)
+    documents = load_documents(data, options, tokenizer)
+    train, held_out = (
+        tokenize_texts(part["text"], tokenizer, row_length=args.max_length, vocab_size=vocab_size)
+        for part in split_documents(documents)
+    )
+    check_positions(path, max(x.tokens.shape[1] for x in (train, held_out)))
+    return train, held_out

@@ -30,7 +30,7 @@ from attnzoo.hf.saving.dtype import saved_dtype
 from attnzoo.hf.saving.files import read_config
 from attnzoo.hf.swap.convert import original_attention, restore, swap
 from attnzoo.optional_packages import OptionalPackage
-from attnzoo.report.atomic_write import atomic_write
+from attnzoo.report.output_path import atomic_write
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.arguments import check_numbers, identity, refuse_unused, resumes
 from attnzoo.training.data import RowOptions, check_positions, load_documents, split_documents

@@ -11,16 +11,44 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+)
 
 from attnzoo.errors import SpecError, UnsupportedError
 from attnzoo.evaluation.models import require_causal
 from attnzoo.hf.configs import read_field, set_dropout
+from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.names import NAME
-from attnzoo.hf.pretrained import build_model, load_pretrained
-from attnzoo.hf.saving.files import read_config
+from attnzoo.hf.pretrained import build_model, explain_load_errors, load_pretrained
+from attnzoo.hf.saving.files import model_class, read_config
 from attnzoo.hf.swap.backends import extras_are_new
 from attnzoo.spec import AttentionSpec
+
+
+def is_encoder(path: Path) -> bool:
+    """Return whether a saved model is an encoder, whose attention is not causal.
+
+    Raises:
+        SpecError: The folder has no model, or the model is an encoder-decoder or has no attention
+            layers.
+    """
+    config = read_config(path)
+    # some models that were saved without a head are causal in their language model class
+    causal_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    with torch.device("meta"), explain_load_errors(path):
+        model = (causal_class or model_class(config, path))(config)
+    causal = {layer.geometry.causal for layer in attention_layers(model)}
+    if len(causal) != 1:
+        raise SpecError(
+            f"{str(path)!r} holds a {config.model_type} model with "
+            + ("causal and bidirectional attention layers" if causal else "no attention layers")
+            + "; give a decoder or an encoder"
+        )
+    return not causal.pop()
 
 
 def load_causal(path: Path, spec: AttentionSpec | None, **options: Any) -> PreTrainedModel:

@@ -28,7 +28,7 @@ from attnzoo.hf.names import NAME
 from attnzoo.hf.pretrained import load_pretrained
 from attnzoo.hf.stock.classes import Windows, classes_for, stock_class
 from attnzoo.hf.swap.convert import restore, swap
-from attnzoo.report.atomic_write import atomic_write
+from attnzoo.report.output_path import atomic_write
 from attnzoo.spec import AttentionSpec, format_backend
 from attnzoo.training.loading import load_causal, require_original
 from attnzoo.training.planner import (

@@ -8,7 +8,7 @@ from typing import Any
 
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.arguments import RecoveryArguments
-from attnzoo.training.encoder import is_encoder
+from attnzoo.training.loading import is_encoder
 from attnzoo.training.recovery import EncoderRecovery, Log, Recovery
 from attnzoo.training.student import StudentRecovery
 

@@ -35,9 +35,8 @@ from attnzoo.hf.swap.convert import original_attention, restore, swap
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.arguments import RecoveryArguments, identity, resumes
 from attnzoo.training.callbacks import BestState, HeadEntropy
-from attnzoo.training.data import load_rows
+from attnzoo.training.data import load_rows, load_texts
 from attnzoo.training.distil import token_divergence
-from attnzoo.training.encoder import load_texts
 from attnzoo.training.evaluator import EncoderEvaluator, Evaluator
 from attnzoo.training.loading import load_causal, load_model
 from attnzoo.training.planner import require_trained, weights_fingerprint

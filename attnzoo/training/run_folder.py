@@ -19,8 +19,7 @@ from attnzoo.hf.configs import set_dropout
 from attnzoo.hf.saving.companions import copy_companions, move_files
 from attnzoo.hf.saving.dtype import cast_weights
 from attnzoo.hf.saving.files import read_config
-from attnzoo.report.atomic_write import atomic_write
-from attnzoo.report.output_path import check_folder
+from attnzoo.report.output_path import atomic_write, check_folder
 from attnzoo.training.report import card
 
 RESULTS = "recovery.json"

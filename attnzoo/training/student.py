@@ -1,4 +1,4 @@
-r"""Recovery of a student of a stock class, whose teacher is another model.
+r"""Recovery of a student of a stock class, whose teacher is another model, and its plan.
 
 ``attnzoo convert --recurrent`` writes a student: the teacher's softmax layers, and recurrent layers
 with starting values. Student and teacher are two models of the same depth, size and tokens.
@@ -14,8 +14,8 @@ et al., 2025, arXiv:2505.03005 (RADLADS). Other letters: M hidden size, Hkv key 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.data import load_tokenizer
 from attnzoo.evaluation.equal_memory import EqualWindow
+from attnzoo.evaluation.rows import Rows
 from attnzoo.hf.configs import read_field, set_dropout
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.models.speed_up import speed_up
@@ -39,9 +40,12 @@ from attnzoo.hf.stock.gated_delta_net import (
     recurrent_layers,
     recurrent_numbers,
     state_bytes,
+    student_weights,
 )
 from attnzoo.hf.stock.layer_inputs import softmax_layer
 from attnzoo.training.evaluator import CONTROL
+from attnzoo.training.plan import Plan, count_exact_layers
+from attnzoo.training.planner import Chosen, OnStep, Planner
 from attnzoo.training.recovery import Recovery
 from attnzoo.training.trainer import LogitDistillationTrainer, TransferTrainer
 from attnzoo.training.transfer import relative_error
@@ -289,3 +293,99 @@ class StudentTransfer(ExitStack):
             self.teacher(**inputs)
         model(**inputs)
         return torch.stack(list(self.errors.values())).mean()
+
+
+# -- plan ------------------------------------------------------------------------------------------
+# A student whose layers were transferred, and not yet distilled, has layers that each imitate one
+# attention layer of the teacher. Any of them can therefore stand in the teacher. A plan measures
+# how the teacher's predictions change, and restores softmax greedily where that reduces the change
+# most. Source: arXiv:2512.20569.
+
+RECURRENT = "recurrent"  # the candidate
+
+
+class StudentPlanner(Planner):
+    """Planner of a teacher whose layers a transferred student replaces.
+
+    Args:
+        teacher: The teacher; its outputs change only inside of a measurement.
+        student: A student of it after transfer.
+        rows: As of :class:`Planner`.
+        on_step: As of :class:`Planner`.
+    """
+
+    def __init__(
+        self, teacher: Any, student: nn.Module, rows: Rows, on_step: OnStep = lambda text: None
+    ) -> None:
+        super().__init__(teacher, rows, on_step)
+        self.layers = recurrent_layers(student)
+
+    @contextmanager
+    def changed(self, chosen: Chosen) -> Iterator[None]:
+        """Context in which attention layers of the teacher return what the student's return."""
+        with ExitStack() as stack:
+            for number in chosen:
+
+                def replace(
+                    own: Any, args: Any, kwargs: Any, output: Any, number: int = number
+                ) -> Any:
+                    hidden = args[0] if args else kwargs["hidden_states"]
+                    return (self.layers[number](hidden), *output[1:])
+
+                layer = softmax_layer(self.model, number)
+                stack.callback(layer.register_forward_hook(replace, with_kwargs=True).remove)
+            yield
+
+
+def plan_student(
+    path: Path,
+    run: Path,
+    rows: Rows,
+    *,
+    keep_softmax: float = 0.25,
+    on_step: OnStep = lambda text: None,
+) -> Plan:
+    """Measure the layers of a transferred student and choose those that stay recurrent.
+
+    Args:
+        path: Folder of the teacher.
+        run: Folder of the student: a run of ``recover STUDENT --teacher DIR`` with transfer only.
+            Its full layers keep softmax.
+        rows: Rows to measure on; each document is measured as if it were alone.
+        keep_softmax: Fraction or number of layers that keep softmax, of all layers.
+        on_step: Called with a description of each measurement.
+
+    Raises:
+        SpecError: The models do not match, or the student was distilled.
+        ConfigError: The student has fewer recurrent layers, or none would be recurrent.
+    """
+    require_pair(run, path)
+    teacher: Any = load_pretrained(AutoModelForCausalLM, path, dtype=torch.float32)
+    student: Any = load_pretrained(AutoModelForCausalLM, run, dtype=torch.float32).eval()
+    _require_transfer_only(teacher, student, run)
+    planner = StudentPlanner(teacher, speed_up(student), rows, on_step)
+    known, depth = sorted(planner.layers), int(teacher.config.num_hidden_layers)
+    count = depth - count_exact_layers(keep_softmax, depth)
+    if not 1 <= count <= len(known):
+        raise ConfigError(
+            f"keep_softmax={keep_softmax} leaves {count} of {depth} layers recurrent, but the "
+            f"student has transferred {len(known)}; keep at least {depth - len(known)} and at "
+            f"most {depth - 1} layers"
+        )
+    layers = planner.measure(known, [RECURRENT])
+    everywhere = dict.fromkeys(known, RECURRENT)
+    chosen = planner.restore_softmax(everywhere, lambda rest: len(rest) >= count)
+    numbers = ",".join(map(str, chosen))
+    return Plan.made(planner, chosen, recurrent=numbers, layers=layers, transfer_from=str(run))
+
+
+def _require_transfer_only(teacher: Any, student: Any, run: Path) -> None:
+    """Raise ``SpecError`` if other weights than those of the recurrent layers were trained."""
+    exact = student_weights(teacher.state_dict(), teacher.config, {})
+    for name, weight in student.state_dict().items():
+        if name in exact and not torch.equal(weight, exact[name]):
+            raise SpecError(
+                f"{str(run)!r} has other weights than the teacher in {name}, so its recurrent "
+                "layers no longer imitate the teacher's; give a run with transfer only: attnzoo "
+                "recover STUDENT --teacher DIR --max-steps 0"
+            )

@@ -6,8 +6,14 @@ import pytest
 from rich.console import Console
 
 from attnzoo.compare.fit import make_curves
-from attnzoo.compare.report import advice, show, write_report
-from attnzoo.compare.tables import cost_table, not_measured, quality_table
+from attnzoo.compare.report import (
+    advice,
+    cost_table,
+    not_measured,
+    quality_table,
+    show,
+    write_report,
+)
 
 LENGTHS = [1024, 2048, 4096, 8192, 16384]
 COSTS = {  # ms at 1k, exponent, bytes at 1k

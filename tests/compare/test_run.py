@@ -19,14 +19,13 @@ from attnzoo.backends.feature_maps import base as feature_maps
 from attnzoo.backends.feature_maps import config as feature_map_config
 from attnzoo.commands.compare import parse_lengths
 from attnzoo.compare import run as run_module
-from attnzoo.compare.report import group_curves, write_report
+from attnzoo.compare.report import group_curves, qualities, quality_table, unable, write_report
 from attnzoo.compare.run import (
     CompareConfig,
     compare,
     missing_quality,
     read_model_info,
 )
-from attnzoo.compare.tables import qualities, quality_table, unable
 from attnzoo.compare.workers import FAILED, OK, OUT_OF_MEMORY, REFUSED, TIMED_OUT, Workers
 from attnzoo.errors import AttnzooError, SpecError
 from attnzoo.evaluation.results import FILE, append, read

@@ -13,8 +13,7 @@ from attnzoo.cli import main
 from attnzoo.compare.build import cache_size
 from attnzoo.compare.cases import CostCase, default_specs
 from attnzoo.compare.run import read_model_info
-from attnzoo.evaluation.decoding import layer_bytes
-from attnzoo.evaluation.equal_memory import equal_window, saved_cache_bytes
+from attnzoo.evaluation.equal_memory import equal_window, layer_bytes, saved_cache_bytes
 from attnzoo.evaluation.models import spec_label
 from attnzoo.training.planner import SwapPlanner
 

@@ -2,9 +2,7 @@
 
 from matplotlib.figure import Figure
 
-from attnzoo.report import charts
-from attnzoo.report.charts import Plot, line_plot, matrix_plot
-from attnzoo.report.page import write_page
+from attnzoo.report.page import FOLDER, Plot, line_plot, matrix_plot, write_page
 from attnzoo.report.table import Table
 
 NAMES = [r"$\nosuch$", r"a\$b^{", "a_1 $", "<b>&amp;"]  # mathtext, markup
@@ -54,7 +52,7 @@ def test_a_page_has_its_parts_and_pictures(tmp_path):
         assert part in text
     assert text.count("data:image/png;base64,") == 2
     for name in "xe":
-        path = tmp_path / charts.FOLDER / f"{name}.png"
+        path = tmp_path / FOLDER / f"{name}.png"
         assert path.read_bytes().startswith(b"\x89PNG")
 
 

@@ -12,8 +12,14 @@ from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.embeddings import Texts, embeddings
 from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.training import evaluator
-from attnzoo.training.data import DataError, RowOptions, load_documents, split_documents
-from attnzoo.training.encoder import is_encoder, tokenize_texts
+from attnzoo.training.data import (
+    DataError,
+    RowOptions,
+    load_documents,
+    split_documents,
+    tokenize_texts,
+)
+from attnzoo.training.loading import is_encoder
 from attnzoo.training.recover import recover
 from attnzoo.training.verdict import encoder_verdict
 from tests.training.short_runs import arguments, losses

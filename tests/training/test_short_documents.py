@@ -34,9 +34,9 @@ from attnzoo.training.data import (
     RowOptions,
     load_documents,
     load_rows,
+    load_texts,
     split_documents,
 )
-from attnzoo.training.encoder import load_texts
 from attnzoo.training.evaluator import evaluate, rows_to_eval_batch, select_rows
 from attnzoo.training.plan import make_plan
 from tests.training.student_pair import load, write_pair

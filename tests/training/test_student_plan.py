@@ -13,7 +13,7 @@ from attnzoo.cli import main
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.rows import Rows
 from attnzoo.hf.stock.gated_delta_net import FAMILY, recurrent_layers
-from attnzoo.training.student_plan import StudentPlanner, plan_student
+from attnzoo.training.student import StudentPlanner, plan_student
 from tests.training.student_pair import load, run_torch_functions, write_pair
 
 TOKENS = torch.randint(3, 259, (5, 40), generator=torch.Generator().manual_seed(0))

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers as hf
 
-from attnzoo.evaluation import decoding
+from attnzoo import demo
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +33,12 @@ class Clock:
 
 
 STREAM = torch.arange(64)
-TOKENS = decoding.TIMED_TOKENS
+TOKENS = demo.TIMED_TOKENS
 
 
 def test_contexts_are_timed_in_alternation(model, monkeypatch):
-    monkeypatch.setattr(decoding.time, "perf_counter", Clock([1.0, 3.0]))
+    monkeypatch.setattr(demo.time, "perf_counter", Clock([1.0, 3.0]))
     contexts = {"a": nullcontext, "b": nullcontext}
-    costs = decoding.measure_together(model, contexts, STREAM, [8, 40])
+    costs = demo.measure_together(model, contexts, STREAM, [8, 40])
     assert costs["a"] == {8: [1000] * TOKENS, 40: [1000] * TOKENS}
     assert costs["b"] == {8: [3000] * TOKENS, 40: [3000] * TOKENS}
