@@ -242,7 +242,7 @@ def heads(
     """
     import torch
 
-    from attnzoo.compare.maps import HEADS, heads_data, heads_table, pruning_table, write_heads
+    from attnzoo.compare.maps import HEADS, heads_table, pruning_table, write_heads
     from attnzoo.evaluation.heads import study_heads
     from attnzoo.evaluation.models import is_embedded
     from attnzoo.hf.heads.pruning import prune_heads
@@ -269,7 +269,8 @@ def heads(
             save_copy(prune_heads(whole, chosen), path, save)
     if as_json:
         saved = None if save is None else str(save)
-        print(json.dumps(heads_data(found) | {"pruned": chosen, "saved": saved}, indent=2))
+        measured = json.loads((output_dir / HEADS).read_text("utf-8"))
+        print(json.dumps(measured | {"pruned": chosen, "saved": saved}, indent=2))
         return
     heads_table(found).print(console)
     pruning_table(found).print(console)

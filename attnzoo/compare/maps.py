@@ -262,14 +262,9 @@ def _heat_map(found: HeadStudy, measure: str) -> Plot:
     return matrix_plot(rows, name=measure, title=title, x="head", y="layer", color=measure)
 
 
-def heads_data(found: HeadStudy) -> dict[str, Any]:
-    """Return the measures of heads as plain data."""
-    return {"attnzoo": attnzoo.__version__, **asdict(found)}
-
-
 def write_heads(out: Path, found: HeadStudy) -> Path | None:
     """Write ``heads.json``, ``heads.html`` and its plots; return ``None`` without matplotlib."""
-    _write_numbers(out / HEADS, heads_data(found))
+    _write_numbers(out / HEADS, asdict(found))
     layers = ", ".join(f"{i}: {name}" for i, name in enumerate(found.layers))
     parts: list[Part] = [_heat_map(found, measure) for measure in MEASURES]
     parts += [pruning_table(found), heads_table(found), f"Layers: {layers}"]

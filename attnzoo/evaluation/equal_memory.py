@@ -188,7 +188,7 @@ def _prefill(
             cache = DynamicCache(config=model.config)
             row = torch.zeros(1, tokens, dtype=torch.long)
             model(input_ids=row, **cache_argument(cache), use_cache=True)
-        return {number: layer_bytes(layer) for number, layer in enumerate(cache.layers)}
+        return {number: cache_bytes(layer) for number, layer in enumerate(cache.layers)}
 
     window, period = longest_window(model)
     step = period * -(-STEP // period)
@@ -239,16 +239,7 @@ def _largest(config: Any, option: str) -> int:
     return max(value) if isinstance(value, tuple) else int(value)
 
 
-def cache_bytes(cache: DynamicCache) -> int:
-    """Return the bytes of all tensors in a cache."""
-    return _bytes([vars(layer) for layer in cache.layers])
-
-
-def layer_bytes(layer: Any) -> int:
-    """Return the bytes of all tensors in one cache layer: states, or keys and values."""
-    return _bytes(vars(layer))
-
-
-def _bytes(tree: Any) -> int:
-    found = {id(x): x for x in tree_leaves(tree) if isinstance(x, Tensor)}
-    return sum(x.numel() * x.element_size() for x in found.values())
+def cache_bytes(*layers: Any) -> int:
+    """Return the bytes of all tensors in layers of a cache: states, or keys and values."""
+    tensors = [x for x in tree_leaves([*map(vars, layers)]) if isinstance(x, Tensor)]
+    return sum({id(x): x.nbytes for x in tensors}.values())

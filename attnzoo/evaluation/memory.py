@@ -327,7 +327,7 @@ def inference(
         arguments["logits_to_keep"] = 1
     tokens = tokens[:, : longest - 1]  # one more is decoded
     prompt = peak_of(lambda: model(input_ids=tokens, **arguments))
-    kept = cache_bytes(cache)
+    kept = cache_bytes(*cache.layers)
     return prompt, kept, peak_of(lambda: model(input_ids=tokens[:, :1], **arguments))
 
 

@@ -215,19 +215,14 @@ class StageTrainer(Trainer):
         """Return whether a parameter is not the original model's, by its name."""
         return f".{NAME}." in name
 
-    def train(
-        self,
-        resume_from_checkpoint: Any = None,
-        trial: Any = None,
-        ignore_keys_for_eval: Any = None,
-    ) -> Any:
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train, and leave the model in its best state.
 
         Args:
             resume_from_checkpoint: ``True`` for the last whole checkpoint in ``args.output_dir``,
                 if there is one.
-            trial: As of ``Trainer``.
-            ignore_keys_for_eval: As of ``Trainer``.
+            args: Further arguments of ``Trainer.train``.
+            kwargs: The same.
         """
         checkpoint = resume_from_checkpoint or None
         if resume_from_checkpoint is True:
@@ -236,7 +231,7 @@ class StageTrainer(Trainer):
         if checkpoint is not None and self.best is not None:
             self.best.load(Path(checkpoint))
         with self.context:
-            found = super().train(checkpoint and str(checkpoint), trial, ignore_keys_for_eval)
+            found = super().train(checkpoint and str(checkpoint), *args, **kwargs)
         if self.best is not None:
             self.best.restore()
         # removes Accelerate's autocast from forward: models are evaluated in float32

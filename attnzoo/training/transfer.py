@@ -33,7 +33,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Any, Literal, Self, TypeGuard
 
 import torch
@@ -176,12 +175,7 @@ class Transfer:
             vars(backend)["forward"] = partial(self._forward, name, backend.forward, teachers)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Let layers return their own output."""
         self.handle.remove()
         for backend in self.backends.values():

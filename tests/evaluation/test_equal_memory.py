@@ -13,7 +13,7 @@ from attnzoo.cli import main
 from attnzoo.compare.build import cache_size
 from attnzoo.compare.cases import CostCase, default_specs
 from attnzoo.compare.run import read_model_info
-from attnzoo.evaluation.equal_memory import equal_window, layer_bytes, saved_cache_bytes
+from attnzoo.evaluation.equal_memory import cache_bytes, equal_window, saved_cache_bytes
 from attnzoo.evaluation.models import spec_label
 from attnzoo.training.planner import SwapPlanner
 
@@ -57,7 +57,7 @@ def filled(path, spec, length):
 
 
 def kept(path, spec, length):
-    return {n: layer_bytes(layer) for n, layer in enumerate(filled(path, spec, length))}
+    return {n: cache_bytes(layer) for n, layer in enumerate(filled(path, spec, length))}
 
 
 def tensors(x):
