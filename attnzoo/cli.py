@@ -14,8 +14,6 @@ from attnzoo import __version__
 from attnzoo.commands import (
     compare,
     environment,
-    evaluate_command,
-    memory,
     models,
     plan,
     recovery,
@@ -73,9 +71,9 @@ PASSED_ON = {
 }
 app.command("recover", context_settings=PASSED_ON)(recovery.recover)
 app.command("finetune", context_settings=PASSED_ON)(recovery.finetune)
-app.command("evaluate")(evaluate_command.evaluate)
+app.command("evaluate")(recovery.evaluate)
 app.command("compare")(compare.compare)
-app.command("memory")(memory.memory)
+app.command("memory")(compare.memory)
 app.command("heads")(compare.heads)
 app.command("tasks")(compare.tasks)
 app.command("inspect")(compare.inspect)

@@ -36,10 +36,9 @@ from attnzoo.evaluation.timing import machine
 from attnzoo.hf.seam import cache_argument
 from attnzoo.hf.swap.convert import original_attention
 from attnzoo.registry import available_backends
-from attnzoo.report.format import format_bytes, format_length, number
 from attnzoo.report.output_path import atomic_write
 from attnzoo.report.page import Part, line_plot, write_page
-from attnzoo.report.table import Table
+from attnzoo.report.table import Table, format_bytes, format_length, number
 from attnzoo.spec import AttentionSpec
 
 WINDOW = 32  # of the control, flash attention to the latest tokens only

@@ -22,7 +22,7 @@ import typer
 from torch import Tensor
 
 from attnzoo.commands.options import spec_of
-from attnzoo.evaluation.data import read_documents, string_tokenizer
+from attnzoo.evaluation.corpus import read_documents, string_tokenizer
 from attnzoo.evaluation.generation import Needles, correct_tokens
 from attnzoo.evaluation.models import EMBEDDED_LONG, load_swapped, model_path
 from attnzoo.spec import AttentionSpec

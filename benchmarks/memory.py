@@ -40,8 +40,7 @@ from attnzoo.evaluation.memory import (
 )
 from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.evaluation.timing import profile_allocations
-from attnzoo.report.format import format_bytes, format_length
-from attnzoo.report.table import Table
+from attnzoo.report.table import Table, format_bytes, format_length
 from attnzoo.spec import AttentionSpec
 
 SIZES: dict[str, Any] = {

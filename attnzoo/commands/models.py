@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attnzoo.commands.options import Attentions, Model, spec_of, specs_of
-from attnzoo.commands.terminal import AsJson, console, problems, show_status
+from attnzoo.commands.terminal import AsJson, console, print_files, problems, show_status
 from attnzoo.errors import SpecError
 
 if TYPE_CHECKING:
@@ -185,7 +185,6 @@ def demo(
     """Compare quality, recall, decoding speed and cache size of every attention in one model."""
     from attnzoo import demo as made
     from attnzoo.report.output_path import check_folder
-    from attnzoo.report.page import WITHOUT_MATPLOTLIB
 
     check_folder(output_dir)
     specs = specs_of(attention or ["all"], made.default_specs)
@@ -208,5 +207,4 @@ def demo(
             message = f"{result.label} is not supported: {result.refused}"
             console.print(message, soft_wrap=True, markup=False)
     console.print(made.summary(results))
-    console.print(f"Numbers: {output_dir / made.RESULTS}")
-    console.print(f"Report:  {page}" if page else WITHOUT_MATPLOTLIB, markup=False)
+    print_files(output_dir / made.RESULTS, page)

@@ -20,8 +20,7 @@ from attnzoo.commands.options import (
 from attnzoo.commands.terminal import console, show_status
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.margins import mean_of, plus_minus
-from attnzoo.report.format import format_bytes
-from attnzoo.report.table import Table
+from attnzoo.report.table import Table, format_bytes
 
 TargetLength = Annotated[
     int | None,

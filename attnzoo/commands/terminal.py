@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -41,3 +42,11 @@ def show_status(console: Console) -> Iterator[Callable[[str], None]]:
             console.print(f"{text} ({now - start:.0f} s)", soft_wrap=True, highlight=False)
 
     yield show
+
+
+def print_files(numbers: Path, page: Path | None) -> None:
+    """Print where results are; ``page`` is ``None`` without matplotlib."""
+    from attnzoo.report.page import WITHOUT_MATPLOTLIB
+
+    console.print(f"Numbers: {numbers}")
+    console.print(f"Report:  {page}" if page else WITHOUT_MATPLOTLIB)

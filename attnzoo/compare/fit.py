@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from attnzoo.compare.workers import OK
 from attnzoo.evaluation.margins import Difference, combined, speedup
 from attnzoo.evaluation.results import Row
-from attnzoo.report.format import format_length
+from attnzoo.report.table import format_length
 
 FITTED = 4  # longest lengths that enter a fit; short ones are dominated by overhead
 

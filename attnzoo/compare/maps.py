@@ -18,18 +18,16 @@ from transformers import PreTrainedModel
 
 import attnzoo
 from attnzoo.errors import SpecError
-from attnzoo.evaluation.corpus import held_out_files
-from attnzoo.evaluation.data import load_tokenizer, read_documents
+from attnzoo.evaluation.corpus import held_out_files, load_tokenizer, read_documents
 from attnzoo.evaluation.heads import MEASURES, HeadStudy, entropy
 from attnzoo.evaluation.models import is_embedded, max_positions, model_path, spec_label
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.pretrained import load_pretrained
 from attnzoo.hf.saving.files import model_class, read_config
 from attnzoo.hf.swap.convert import swap
-from attnzoo.report.format import number
 from attnzoo.report.output_path import atomic_write
 from attnzoo.report.page import Part, Plot, line_plot, matrix_plot, write_page
-from attnzoo.report.table import Table
+from attnzoo.report.table import Table, number
 from attnzoo.spec import AttentionSpec
 
 MAPS, HEADS = "maps.json", "heads.json"

@@ -24,9 +24,8 @@ from attnzoo.compare.fit import (
 from attnzoo.compare.workers import NOT_RUN, OK
 from attnzoo.evaluation.margins import Difference, mean_of, paired, plus_minus
 from attnzoo.evaluation.results import Row
-from attnzoo.report.format import format_bytes, format_length, number, significant
 from attnzoo.report.page import Part, Plot, line_plot, write_page
-from attnzoo.report.table import Table
+from attnzoo.report.table import Table, format_bytes, format_length, number, significant
 
 EQUAL = "equal window"  # kind of rows with the window of equal memory
 MIN_SPEEDUP = 1.1  # below this factor nothing is called faster

@@ -1,9 +1,9 @@
-"""Source of the Python standard library as text, cut into token rows.
+"""Text as documents, tokens and rows: files, and source of the Python standard library.
 
-The embedded model is trained on one split of it and evaluated on files of the other. Half of the
-training rows, and all recall rows, contain one segment twice. A model cannot predict the second
-copy without attending beyond its window, so the loss on the copy shows whether an approximation
-keeps long-range recall.
+The embedded model is trained on one split of this source and evaluated on files of the other. Half
+of the training rows, and all recall rows, contain one segment twice. A model cannot predict the
+second copy without attending beyond its window, so the loss on the copy shows whether an
+approximation keeps long-range recall.
 
 The held-out files are in the package, as Python 3.11.7 has them: those of the Python that runs
 would give other numbers (``tools/python_text.py``).
@@ -12,16 +12,21 @@ would give other numbers (``tools/python_text.py``).
 from __future__ import annotations
 
 import hashlib
+import json
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer
 
-from attnzoo.evaluation.rows import Rows, too_short
+from attnzoo.errors import SpecError, UnsupportedError
+from attnzoo.evaluation.rows import Rows, pack_documents, too_short
+from attnzoo.hf.pretrained import load_pretrained
 
 VERSION = "3.11.7"  # of Python
 SOURCES = Path(__file__).parents[1] / "assets" / f"python-{VERSION}" / "sources.zip"
@@ -151,3 +156,115 @@ def add_repeats(
                 repeat, first=repeat.first + own.start, second=repeat.second + own.start
             )
     return repeats
+
+
+CHARACTERS = 2**20  # of a text that are tokenized; rows are drawn from them
+LINES_OF_JSON = ".jsonl"
+
+
+def read_documents(text: Path | None) -> list[str]:
+    """Return the documents of a file: the lines of JSON lines (``.jsonl``), else the whole text.
+
+    Without a file, the held-out files of the standard library are one document.
+
+    Raises:
+        SpecError: The file does not exist or cannot be read, or a line has no ``"text"``.
+    """
+    if text is None:
+        return [join(held_out_files()).decode("utf-8", errors="replace")]
+    try:
+        string = text.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise SpecError(
+            f"The text file {str(text)!r} is not UTF-8 text (byte {error.start}: {error.reason}); "
+            "convert it"
+        ) from error
+    except OSError as error:
+        raise SpecError(
+            f"The text file {str(text)!r} cannot be read ({error.strerror or error}); give "
+            "--data a file in the model's language"
+        ) from error
+    if text.suffix.lower() != LINES_OF_JSON:
+        return [string]
+    found = []
+    for number, line in enumerate(string.splitlines(), 1):
+        try:
+            row = json.loads(line) if line.strip() else {"text": ""}
+        except (ValueError, RecursionError) as error:
+            raise SpecError(
+                f"Line {number} of {str(text)!r} is not JSON ({error}); give JSON lines, or plain "
+                "text in a file with another suffix"
+            ) from error
+        if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+            raise SpecError(
+                f'Line {number} of {str(text)!r} has no text; write {{"text": "..."}} in each line'
+            )
+        found.append(row["text"])
+    documents = [x for x in found if x.strip()]
+    if not documents:
+        raise SpecError(f"{str(text)!r} has no text; give a file with text in the model's language")
+    return documents
+
+
+def load_tokenizer(path: Path) -> Any:
+    """Load the tokenizer in a model's folder.
+
+    Raises:
+        SpecError: The folder has no tokenizer that transformers can load.
+    """
+    try:
+        return load_pretrained(AutoTokenizer, path)
+    except UnsupportedError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise SpecError(
+            f"The tokenizer in {str(path)!r} cannot be loaded ({reason}); save the model's "
+            "tokenizer in its folder"
+        ) from error
+
+
+def tokenize(tokenizer: Any, text: str) -> Tensor:
+    """Return the token ids of a text without special tokens, ``[N]``."""
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return torch.tensor(ids, dtype=torch.long)
+
+
+def string_tokenizer(path: Path) -> Callable[[str], Tensor]:
+    """Return a function from a string to its tokens, by the tokenizer in a model's folder."""
+    return partial(tokenize, load_tokenizer(path))
+
+
+def first_documents(tokenizer: Any, text: Path | None) -> list[Tensor]:
+    """Return the tokens of a file's first ``CHARACTERS`` characters, by document."""
+    found, characters = [], CHARACTERS
+    for document in read_documents(text):
+        if characters > 0:
+            found.append(tokenize(tokenizer, document[:characters]))
+        characters -= len(document)
+    return found
+
+
+def tokenized_rows(
+    encode: Callable[[str], Tensor],
+    text: Path | None,
+    count: int,
+    length: int,
+    generator: torch.Generator,
+) -> tuple[list[Tensor], Rows]:
+    """Return the documents of a text as tokens, and rows of them to evaluate on.
+
+    Rows are drawn from one document, or packed with whole ones.
+
+    Raises:
+        SpecError: The text cannot be read, or is shorter than a row.
+    """
+    strings = read_documents(text)
+    documents = [encode(x) for x in strings]
+    size = sum(len(x.encode()) for x in strings) / sum(map(len, documents))
+    try:
+        if len(documents) == 1:
+            return documents, cut_rows(documents, count, length, generator, size)
+        return documents, pack_documents(documents, count, length, size)
+    except ValueError as error:
+        raise SpecError(f"Rows of {length} tokens cannot be made: {error}") from None

@@ -19,14 +19,12 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
 from attnzoo.errors import SpecError
-from attnzoo.evaluation.corpus import cut_rows
-from attnzoo.evaluation.data import first_documents, load_tokenizer, tokenize
+from attnzoo.evaluation.corpus import cut_rows, first_documents, load_tokenizer
 from attnzoo.evaluation.rows import fingerprint, require_finite
 from attnzoo.hf.swap.convert import original_attention
 
 ROWS = 8  # of each length
 SHORTEST = 64  # tokens
-CHARACTERS = 2**20  # of a text that are tokenized; rows are drawn from them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +124,7 @@ def make_embedding_batch(
         SpecError: The file cannot be read, or it is shorter than one text.
     """
     tokenizer = load_tokenizer(path)
-    documents = [tokenize(tokenizer, x) for x in first_documents(text, CHARACTERS)]
+    documents = first_documents(tokenizer, text)
     before, after = map(torch.tensor, special_tokens(tokenizer))
     special = len(before) + len(after)
     middle = median_low(map(len, documents))

@@ -22,8 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from attnzoo.evaluation.corpus import cut_rows
-from attnzoo.evaluation.data import string_tokenizer, tokenized_rows
+from attnzoo.evaluation.corpus import cut_rows, string_tokenizer, tokenized_rows
 from attnzoo.evaluation.rows import (
     IGNORE_INDEX,
     Rows,

@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 from attnzoo.errors import ConfigError, did_you_mean
-from attnzoo.evaluation.data import load_tokenizer
+from attnzoo.evaluation.corpus import load_tokenizer
 
 
 class Harness:

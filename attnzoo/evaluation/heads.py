@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnzoo.errors import SpecError
-from attnzoo.evaluation.corpus import cut_rows
-from attnzoo.evaluation.data import first_documents, load_tokenizer, tokenize
-from attnzoo.evaluation.embeddings import CHARACTERS, make_embedding_batch
+from attnzoo.evaluation.corpus import cut_rows, first_documents, load_tokenizer
+from attnzoo.evaluation.embeddings import make_embedding_batch
 from attnzoo.evaluation.models import max_positions
 from attnzoo.evaluation.rows import Rows, beginnings
 from attnzoo.hf.configs import read_field
@@ -249,7 +248,7 @@ def head_rows_of_text(
         texts = make_embedding_batch(path, text, length, rows).texts
         return Rows.of_documents(texts[max(texts)].tokens)
     tokenizer = load_tokenizer(path)
-    documents = [tokenize(tokenizer, x) for x in first_documents(text, CHARACTERS)]
+    documents = first_documents(tokenizer, text)
     if len(documents) > 1:
         return Rows.of_documents(beginnings(documents, rows, length))
     if len(documents[0]) < length:

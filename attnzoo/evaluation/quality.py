@@ -11,8 +11,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from attnzoo.evaluation.corpus import MIN_REPEAT_LENGTH, Repeat, add_repeats
-from attnzoo.evaluation.data import string_tokenizer, tokenized_rows
+from attnzoo.evaluation.corpus import (
+    MIN_REPEAT_LENGTH,
+    Repeat,
+    add_repeats,
+    string_tokenizer,
+    tokenized_rows,
+)
 from attnzoo.evaluation.generation import (
     GenerationBatch,
     measure_generation,

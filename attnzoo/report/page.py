@@ -15,9 +15,8 @@ from pathlib import Path
 from string import Template
 from typing import Any, Literal
 
-from attnzoo.report.format import format_length
 from attnzoo.report.output_path import atomic_write
-from attnzoo.report.table import Table
+from attnzoo.report.table import Table, format_length
 
 FOLDER = "pictures"
 WITHOUT_MATPLOTLIB = "no report without matplotlib (pip install attnzoo[report])"

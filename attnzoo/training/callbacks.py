@@ -143,7 +143,8 @@ class BestState(StageCallback):
         for module in self.trainer.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        return [_local(p) for p in self.trainer.model.parameters() if p.requires_grad]
+        trained: Any = [p.detach() for p in self.trainer.model.parameters() if p.requires_grad]
+        return [p.to_local() if hasattr(p, "to_local") else p for p in trained]
 
 
 def is_better(new: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
@@ -152,12 +153,6 @@ def is_better(new: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
     equal = paired(new["agreement"], old["agreement"])
     lower = change < 0 and math.isfinite(math.fsum(new["losses"]))
     return lower and (not equal.count or equal.mean >= -equal.error)
-
-
-def _local(x: Tensor) -> Tensor:
-    """Return the part of a tensor that this process has."""
-    part: Tensor = x.detach()
-    return part.to_local() if hasattr(part, "to_local") else part
 
 
 class LossProgress(ProgressCallback):

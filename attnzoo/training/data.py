@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from attnzoo.errors import AttnzooError, SpecError
-from attnzoo.evaluation.corpus import MIN_REPEAT_LENGTH, add_repeats
-from attnzoo.evaluation.data import load_tokenizer
+from attnzoo.evaluation.corpus import MIN_REPEAT_LENGTH, add_repeats, load_tokenizer
 from attnzoo.evaluation.embeddings import Texts, special_tokens
 from attnzoo.evaluation.models import max_positions
 from attnzoo.evaluation.rows import Rows, pack_documents

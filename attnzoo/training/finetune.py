@@ -21,7 +21,7 @@ from accelerate import PartialState
 from jinja2 import TemplateError
 
 from attnzoo.errors import AttnzooError, ConfigError, SpecError
-from attnzoo.evaluation.data import load_tokenizer
+from attnzoo.evaluation.corpus import load_tokenizer
 from attnzoo.evaluation.rows import require_finite
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.names import NAME

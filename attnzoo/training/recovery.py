@@ -366,7 +366,8 @@ class Recovery:
         if not layers or not args.transfer_steps:
             self.log(f"transfer is skipped: {'0 steps' if layers else reason}")
             return model
-        rate = args.transfer_rate
+        default = 2e-2 if args.transfer_target == "output" else 5e-2
+        rate = args.transfer_learning_rate or default
         return self.train(TransferTrainer, model, "transfer", rate, self.load_model, layers=layers)
 
     def distil(self, model: Any) -> Any:

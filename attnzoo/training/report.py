@@ -13,8 +13,7 @@ from attnzoo.evaluation.margins import plus_minus
 from attnzoo.evaluation.models import embedded_name
 from attnzoo.hf.names import NAME
 from attnzoo.hf.saving.card import hub_id, kept_metadata, loading_section
-from attnzoo.report.format import format_bytes, number
-from attnzoo.report.table import Table
+from attnzoo.report.table import Table, format_bytes, number
 from attnzoo.training.data import HUB_ID
 
 # the keys of a line and their headers; a column is shown if a line has its number

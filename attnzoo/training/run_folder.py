@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 from transformers import PreTrainedModel
 
 from attnzoo.errors import AttnzooError
-from attnzoo.evaluation.data import load_tokenizer
+from attnzoo.evaluation.corpus import load_tokenizer
 from attnzoo.hf.configs import set_dropout
 from attnzoo.hf.saving.companions import copy_companions, move_files
 from attnzoo.hf.saving.dtype import cast_weights

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attnzoo.errors import ConfigError, SpecError
-from attnzoo.evaluation.data import load_tokenizer
+from attnzoo.evaluation.corpus import load_tokenizer
 from attnzoo.evaluation.equal_memory import EqualWindow
 from attnzoo.evaluation.rows import Rows
 from attnzoo.hf.configs import read_field, set_dropout

@@ -30,7 +30,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import attnzoo
-from attnzoo.evaluation.data import read_documents
+from attnzoo.evaluation.corpus import read_documents
 from attnzoo.evaluation.models import embedded_model_path
 
 folder = embedded_model_path()  # of your model: its folder, or its id on the Hub

@@ -2,7 +2,7 @@ import pytest
 
 from attnzoo.commands.compare import parse_lengths
 from attnzoo.errors import SpecError
-from attnzoo.report.format import format_length
+from attnzoo.report.table import format_length
 
 
 @pytest.mark.parametrize(

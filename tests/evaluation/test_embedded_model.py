@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import attnzoo
-from attnzoo.evaluation.data import read_documents, string_tokenizer
+from attnzoo.evaluation.corpus import read_documents, string_tokenizer
 from attnzoo.evaluation.generation import Needles, correct_tokens
 from attnzoo.evaluation.models import embedded_model_path, load_swapped
 from attnzoo.evaluation.quality import evaluate_rows, make_eval_batch

@@ -6,8 +6,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from attnzoo.report.format import format_bytes
-from attnzoo.report.table import Table
+from attnzoo.report.table import Table, format_bytes
 
 TABLE = Table(
     columns=["name", "value", "why"],

@@ -17,7 +17,7 @@ from attnzoo.cli import main
 from attnzoo.compare.run import CompareConfig, Workers, compare
 from attnzoo.demo import run_demo
 from attnzoo.errors import SpecError
-from attnzoo.evaluation.data import string_tokenizer
+from attnzoo.evaluation.corpus import string_tokenizer
 from attnzoo.evaluation.generation import (
     Needles,
     copy_rows,
