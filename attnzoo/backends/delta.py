@@ -40,8 +40,6 @@ from attnzoo.ops.window.causal_window import (
 )
 from attnzoo.runtime.autocast import autocast_disabled
 
-DELTA_ONLY = 1e4  # mixing logit of a head without its window
-
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaConfig(RecurrentConfig, FeatureMapConfig):
@@ -321,9 +319,6 @@ class DeltaBackend(RecurrentBackend):
         assert self.mix_lse is not None
         logit = _project(widen(inputs.hidden_states), self.mix_weight, self.far_log_weight)
         logit = logit.unsqueeze(-1).to(lse.dtype) - self.mix_lse.to(lse.dtype).view(-1, 1, 1) * lse
-        if self.training and (heads := self.linear_only_heads) is not None:
-            heads = heads.to(lse.device)
-            logit = logit.masked_fill(heads.view(-1, 1, 1), DELTA_ONLY)
         return logit.sigmoid()
 
 

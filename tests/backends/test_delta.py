@@ -199,17 +199,6 @@ def test_large_window_scores_reduce_the_mixing_weight():
     assert (change[:, :, 20] < 0.01 * change[:, :, 21:].mean()).all()
 
 
-def test_window_dropout_removes_the_window_in_training():
-    backend, no_window = build("delta", noise=0.5, window=5), build("delta", noise=0.5)
-    no_window.load_state_dict(backend.state_dict(), strict=False)
-    q, k, v, x = inputs(30)
-    backend.linear_only_heads = torch.ones(H, dtype=torch.bool)
-    expected = no_window(q, k, v, hidden_states=x).out
-    with_window = backend.eval()(q, k, v, hidden_states=x).out
-    torch.testing.assert_close(backend.train()(q, k, v, hidden_states=x).out, expected)
-    assert (with_window - expected).abs().max() > 0.1
-
-
 def test_feature_maps_can_have_more_features_than_the_head_size():
     options = {"feature_map": "hedgehog_exp", "num_features": 24, "gate": "vector"}
     backend = build("delta", noise=0.5, chunk_size=8, **options)

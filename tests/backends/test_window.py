@@ -179,34 +179,6 @@ def test_a_state_without_a_causal_mask_is_refused():
         build("linear", window=4, causal=False)(q, k, v, mask=AttentionMask(), return_state=True)
 
 
-@pytest.mark.parametrize("name", ["linear", "gated_linear", "performer"])
-def test_window_dropout_removes_the_window_of_some_heads(name):
-    """Dropped heads return the linear branch if it has keys; other heads do not change."""
-    options = {"window": 4} if name == "performer" else {"feature_map": "hedgehog", "window": 4}
-    backend = build(name, **options)
-    q, k, v, given = inputs(20)
-    expected = backend.eval()(q, k, v, **given).out
-    with torch.no_grad():
-        initial = backend.far_log_weight.clone()
-        backend.far_log_weight.fill_(60.0)
-        branch_only = backend(q, k, v, **given).out
-        backend.far_log_weight.copy_(initial)
-    backend.linear_only_heads = dropped = torch.arange(H) % 2 == 1
-    assert torch.equal(backend(q, k, v, **given).out, expected)  # no dropout in evaluation
-    backend.train()
-    assert 0 < dropped.sum() < H
-    found = backend(q, k, v, **given).out
-    torch.testing.assert_close(found[:, ~dropped], expected[:, ~dropped])
-    torch.testing.assert_close(found[:, dropped, :4], expected[:, dropped, :4])
-    torch.testing.assert_close(found[:, dropped, 4:], branch_only[:, dropped, 4:])
-    assert not torch.allclose(found[:, dropped, 4:], expected[:, dropped, 4:])
-    found.sum().backward()
-    assert all(p.grad.isfinite().all() for p in backend.parameters() if p.grad is not None)
-    assert torch.equal(backend(q, k, v, **given).out, found)
-    backend.linear_only_heads = ~dropped
-    assert not torch.equal(backend(q, k, v, **given).out, found)
-
-
 @pytest.mark.parametrize("impl", ["auto", "torch"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(

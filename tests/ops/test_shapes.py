@@ -25,12 +25,11 @@ def qkv(tokens=ALL):
     return [torch.rand(shape)[tokens] for shape in shapes]
 
 
-def hybrid(log_weight=None, log_decay=None, heads=None, **features):
+def hybrid(log_weight=None, log_decay=None, **features):
     q, k, v = qkv()
     log_weight = torch.zeros(()) if log_weight is None else log_weight
     branch = LinearBranch(
         *(features.get("q", q), features.get("k", k), log_weight, log_decay),
-        linear_only_heads=heads,
     )
     return ops.hybrid_attention(q, k, v, branch, window=4, scale=0.3)
 
@@ -222,13 +221,6 @@ def test_weights_and_biases_that_a_map_does_not_have():
         mapped("t2r", **weights)
     with pytest.raises(UnsupportedError, match=r"has no bias, and map_weights.k_bias is given"):
         mapped("hedgehog", **weights, k_bias=torch.rand(HKV, D))
-
-
-def test_heads_of_the_linear_branch():
-    hybrid(heads=torch.zeros(H).bool())
-    for heads in (torch.zeros(H), torch.zeros(HKV).bool()):
-        with pytest.raises(UnsupportedError, match="linear_only_heads must be"):
-            hybrid(heads=heads)
 
 
 def test_the_state_of_block_sparse():

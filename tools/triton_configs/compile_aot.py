@@ -369,7 +369,7 @@ def launch_hybrid(case: CompileCase, x: linear_launch.LinearTensors) -> None:
         ids = torch.zeros(x.q.shape[0], x.q.shape[2], dtype=torch.int32)
         before, places = (None, None), (ids, x.starts, x.lengths - case.window)
     out, _, _, *saved = hybrid_triton._init_fn(
-        *x[:3], *x[:2], logit, log_decay, *before, *places, None, None, *no_first, *options, True
+        *x[:3], *x[:2], logit, log_decay, *before, *places, None, *no_first, *options, True
     )
     hybrid_triton_backward._init_fn(
         torch.empty_like(out), *last, *last, *saved, *x[:3], *x[:2], log_decay, *before, *places,
@@ -385,7 +385,7 @@ def launch_hybrid(case: CompileCase, x: linear_launch.LinearTensors) -> None:
     kv = pool_kv.new_empty(*pool_z.shape, case.e + 1)
     slots = None if x.starts is None else torch.zeros(1, dtype=torch.long)
     launch_hybrid_step(
-        q, k, v, q, k, gates, logit[:, :, :1, None], slots, None,
+        q, k, v, q, k, gates, logit[:, :, :1, None], slots,
         window_k.to(case.dtype), window_v, window_features, kv, pool_z,
         torch.zeros(1, dtype=torch.long), 1.0, True, True, 1e-30,
     )  # fmt: skip

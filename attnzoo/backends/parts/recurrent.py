@@ -165,8 +165,6 @@ class RecurrentBackend(AttentionBackend):
     )
     no_weight_decay: ClassVar[tuple[str, ...]] = ("far_log_weight",)
     window_op: ClassVar[str] = "hybrid_attention"  # computes the window, whose names impl may take
-    # [H] bool: heads that attend without their window in training mode; set by window dropout
-    linear_only_heads: Tensor | None = None
     # whether the state of a wide window has all its rows from the first token on, as pools need it
     fixed_state_size = False
 
@@ -274,8 +272,6 @@ class RecurrentBackend(AttentionBackend):
     def attend_hybrid(self, inputs: AttentionInputs, branch: LinearBranch) -> AttentionOutput:
         """Compute softmax attention inside the window and linear attention outside."""
         assert self.config.window is not None
-        if self.training and self.linear_only_heads is not None:
-            branch = branch._replace(linear_only_heads=self.linear_only_heads.to(inputs.q.device))
         window, state = self.config.window, inputs.state
         if window > states.FULL_STATE:
             window = self.window_of_call(inputs)

@@ -48,7 +48,6 @@ from attnzoo.contract.validation import (
     check_size,
     check_state_field,
     empty_output,
-    format_shape,
     is_empty_call,
 )
 from attnzoo.errors import UnsupportedError
@@ -281,13 +280,8 @@ def _check_branch(branch: LinearBranch, q: Tensor, k: Tensor, causal: bool) -> N
         features = num_features(branch.k, branch.feature_map, branch.map_weights)
         check_log_decay(branch.log_decay, (*k.shape[:3], features), q.device, causal)
     check_dtype("branch.log_weight", branch.log_weight)
-    shape, heads = (*q.shape[:3], 1), branch.linear_only_heads
+    shape = (*q.shape[:3], 1)
     check_broadcastable("branch.log_weight", branch.log_weight, shape, "B, H, T, 1", q.device)
-    if heads is not None and (heads.dtype != torch.bool or heads.shape != (q.shape[1],)):
-        raise UnsupportedError(
-            f"branch.linear_only_heads must be [H], here [{q.shape[1]}], and bool, got "
-            f"{format_shape(heads)} {heads.dtype}."
-        )
 
 
 def _check_state(x: HybridInputs, state: HybridState, slots: Tensor | None) -> None:

@@ -98,7 +98,7 @@ def run_cpp(x: HybridInputs) -> PartsResult:
     far = linear_sums(x, sums_cpp)
     logit = linear_logit(x, far.counts, far.sums.dtype).expand(*x.q.shape[:3], 1).squeeze(3)
     branch, window = x.branch, x.window_inputs()
-    outside = OutsideSums(far.sums, far.totals, logit, branch.relative, branch.linear_only_heads)
+    outside = OutsideSums(far.sums, far.totals, logit, branch.relative)
     if x.causal:
         out, _ = causal_window(window, band_attention_cpp, outside)
     else:
@@ -366,9 +366,6 @@ def _weights(
     """Return the factors of the window and of the linear sums, the larger of both terms 1."""
     if branch.relative:
         lse = torch.zeros_like(lse)  # the window's sum is a factor of both terms and cancels
-    if branch.linear_only_heads is not None:
-        heads = branch.linear_only_heads.view(1, -1, 1, 1)
-        lse = lse.masked_fill(has_linear & heads, -torch.inf)
     log_total = total.clamp(min=MIN_WEIGHT).log()
     maximum = torch.where(has_linear, torch.maximum(lse, logit + log_total), lse).detach()
     linear_weight = (logit - maximum).masked_fill(~has_linear, -torch.inf).exp()

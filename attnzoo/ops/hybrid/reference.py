@@ -31,8 +31,6 @@ def run_reference(x: HybridInputs) -> tuple[Tensor, LinearState | None]:
     is_far = total > LEAST_TOTAL
     total = torch.where(is_far, total, 1.0)
     base = torch.zeros_like(lse) if branch.relative else lse
-    if branch.linear_only_heads is not None:
-        base = base.masked_fill(is_far & branch.linear_only_heads[:, None, None], LOWEST_SCORE)
     far = torch.where(is_far, logit + total.log(), LOWEST_SCORE)
     share = torch.sigmoid(far - base)  # of the keys outside the window
     out = (1 - share) * near + share * values / total

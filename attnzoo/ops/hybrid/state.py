@@ -83,8 +83,7 @@ class LinearBranch(NamedTuple):
 
     ``log_weight`` is f, broadcastable to ``[B, H, T, 1]``. With ``relative``, the log-sum-exp of
     the window is added to it. With ``mean``, the linear sums are divided by the number of keys in
-    them. The heads in ``linear_only_heads``, ``[H]`` bool, ignore the window for every query that
-    has keys outside it.
+    them.
 
     With a ``feature_map`` other than ``"identity"``, q and k are its inputs instead: ``[B, H, T,
     D]``, and the keys of the window. Its options are those of ``linear_attention``.
@@ -96,7 +95,6 @@ class LinearBranch(NamedTuple):
     log_decay: Tensor | None = None  # as in linear_attention
     relative: bool = True
     mean: bool = False
-    linear_only_heads: Tensor | None = None
     feature_map: str = "identity"
     feature_scale: float = 1.0
     map_weights: MapWeights | None = None

@@ -43,7 +43,6 @@ class HybridCase:
     packed: bool = False  # one row of sequences, with NaN between them
     relative: bool = True
     mean: bool = True
-    linear_only: bool = False
     num_sinks: int = 0
     causal: bool = True
     value_mean: float = 0.0
@@ -81,8 +80,7 @@ def attend(case, tensors, impl, tokens, state, **options):
     q, k, v, *features = (x[:, :, tokens] for x in (q, k, v, *features))
     if log_decay is not None and log_decay.dim() > 1:
         log_decay = log_decay[:, :, tokens]
-    linear_only = torch.arange(case.heads[0], device=DEVICE) == 0 if case.linear_only else None
-    branch = LinearBranch(*features, log_weight, log_decay, case.relative, case.mean, linear_only)
+    branch = LinearBranch(*features, log_weight, log_decay, case.relative, case.mean)
     options |= {"window": case.window, "scale": 0.25, "causal": case.causal, "impl": impl}
     options = {"num_sinks": case.num_sinks, "return_state": case.causal} | options
     return hybrid_attention(q, k, v, branch, state=state, **options)
@@ -122,13 +120,13 @@ def errors(case, impl="triton"):
 @pytest.mark.parametrize(
     "case",
     [
-        HybridCase(relative=False, linear_only=True, heads=(4, 2)),
+        HybridCase(relative=False, heads=(4, 2)),
         HybridCase(decay="channel", packed=True),
         HybridCase(decay="head", packed=True, num_sinks=3),
         HybridCase(packed=True, relative=False, mean=False),
         HybridCase(decay="token", cut=11),
         HybridCase(length=6),  # shorter than the window
-        HybridCase(causal=False, heads=(4, 2), relative=False, linear_only=True),
+        HybridCase(causal=False, heads=(4, 2), relative=False),
         HybridCase(causal=False, packed=True, window=4, heads=(2, 2)),
         HybridCase(num_sinks=3, heads=(4, 2), relative=False),
         HybridCase(num_sinks=12, decay="token", cut=9),
@@ -201,7 +199,7 @@ def decode(case, impl, dtype, in_place, slots):
         (HybridCase(cut=3, length=14, num_sinks=2, decay="channel"), True, False),
         (HybridCase(cut=3, length=14, num_sinks=2, decay="channel"), True, True),
         (HybridCase(cut=2, length=12, heads=(4, 2), decay="token", mean=False), False, True),
-        (HybridCase(cut=5, length=12, relative=False, linear_only=True), True, False),
+        (HybridCase(cut=5, length=12, relative=False), True, False),
         pytest.param(
             HybridCase(cut=1, length=20, decay="head", num_sinks=12),
             *(True, False),
@@ -302,12 +300,12 @@ def test_hybrid_operator_passes_opcheck():
     sinks = (torch.randn(1, 1, 2, 16).to(DEVICE).requires_grad_() for _ in range(2))
     visible_sinks = torch.rand(1, 18, 2).to(DEVICE) > 0.5
     for sink_options in ((None, None, None), (*sinks, visible_sinks)):
-        options = (*[None] * 5, *sink_options, 8, 0.25, True, True, 1e-30)
+        options = (*[None] * 4, *sink_options, 8, 0.25, True, True, 1e-30)
         given = (*tensors, None, *state, *options, True)
         check_operator(hybrid_triton, given, trace=sink_options[0] is not None)
     places = torch.tensor([0, 4, 10]), torch.tensor([4, 0, 0])
     ids = torch.tensor([[0] * 12 + [-1, -1] + [2] * 4], dtype=torch.int32)
-    given = (None, None, None, *(x.to(DEVICE) for x in (ids, *places)), *[None] * 5)
+    given = (None, None, None, *(x.to(DEVICE) for x in (ids, *places)), *[None] * 4)
     options = (8, 0.25, True, True, 1e-30, False)
     check_operator(hybrid_triton, (*tensors, *given, *options), trace=True)
 
@@ -317,7 +315,7 @@ def test_decoding_operator_passes_opcheck():
     state = [torch.rand(1, 1, rows, 16) for rows in (5, 5, 4)]
     state += [torch.rand(1, 1, 16, 17), torch.rand(1, 1, 16), torch.tensor([7])]
     weight = torch.rand(1, 2, 1, 1).to(DEVICE)
-    options = (None, weight, None, None, *(y.to(DEVICE) for y in state), 0.25, True, True, 1e-30)
+    options = (None, weight, None, *(y.to(DEVICE) for y in state), 0.25, True, True, 1e-30)
     check_operator(hybrid_triton_step_, (*x, *options), trace=True)
 
 

@@ -78,9 +78,8 @@ def step_cpp_reasons(x: StepInputs) -> list[str]:
     given = (x.q, k, x.v, branch.q, branch.k, state.k, *tensors, *(branch.map_weights or ()))
     if type(x.v) not in (Tensor, FakeTensor) or not is_plain_call(*given):
         return ["the kernel of one token has no derivative, and is not traced"]
-    if reason := cpp.unavailable_reason(HYBRID_STEP):
-        return [reason]
-    return ["heads ignore the window"] if branch.linear_only_heads is not None else []
+    reason = cpp.unavailable_reason(HYBRID_STEP)
+    return [reason] if reason else []
 
 
 def hybrid_step_cpp(x: StepInputs) -> StepResult:

@@ -44,7 +44,6 @@ class HybridCase:
     groups: int = 1
     relative: bool = True
     mean: bool = True
-    linear_only: bool = False  # the first head ignores its window
     packed: bool = False  # one row of sequences, with tokens of none between them
     cut: int = 0  # the call continues from the state after that many tokens
     num_sinks: int = 0
@@ -71,7 +70,7 @@ def base_case(decay: str, size: int, kind: str) -> HybridCase:
         return replace(case, groups=2)
     if kind == "learned":  # twice as many features as channels, as in hedgehog
         half = size // 2
-        return replace(case, d=half, e=half, relative=False, mean=False, linear_only=True)
+        return replace(case, d=half, e=half, relative=False, mean=False)
     if kind == "state":
         return replace(case, cut=60)
     if kind == "any":
@@ -153,12 +152,8 @@ def attend(
     assert q_features is not None
     assert k_features is not None
     assert log_weight is not None
-    case, only = x.case, None
-    if case.linear_only:
-        only = torch.arange(q.shape[1], device=x.device) == 0
-    branch = LinearBranch(
-        q_features, k_features, log_weight, log_decay, case.relative, case.mean, only
-    )
+    case = x.case
+    branch = LinearBranch(q_features, k_features, log_weight, log_decay, case.relative, case.mean)
     out, after, *_ = hybrid_attention(
         *(q, k, v, branch),
         window=case.W,

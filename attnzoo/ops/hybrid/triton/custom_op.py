@@ -44,7 +44,6 @@ def hybrid_triton(
     starts: Tensor | None,
     lengths: Tensor | None,
     counts: Tensor | None,
-    linear_only_heads: Tensor | None,
     first_k: Tensor | None,
     first_v: Tensor | None,
     first_seen: Tensor | None,
@@ -76,7 +75,6 @@ def hybrid_triton(
             ``[S]``; no state then.
         lengths: Their queries with linear sums, ``[S]``.
         counts: Number of keys in the linear sums of each token, ``[B, T]``; see ``merge``.
-        linear_only_heads: See ``merge``.
         first_k: Keys of the first tokens, which queries see outside the window too,
             ``[B, Hkv, G, D]``, or ``None``.
         first_v: Their values, ``[B, Hkv, G, E]``.
@@ -107,7 +105,7 @@ def hybrid_triton(
     else:
         values = near.new_empty(q.shape[0], 0, *near.shape[2:])
         total, last = lse.new_empty(*lse.shape[:2], 0), _same_state(linear, return_state)
-    out, p, r = merge(near, lse, values, total, logit, counts, linear_only_heads, options, v.dtype)
+    out, p, r = merge(near, lse, values, total, logit, counts, options, v.dtype)
     return out.transpose(1, 2), last[0], last[1], near, lse, values, p, r
 
 
@@ -232,7 +230,7 @@ def _hybrid_triton_fake(
     starts: Tensor | None,
     *options: Any,
 ) -> tuple[Tensor, ...]:
-    first = min(options[6], q.shape[2])
+    first = min(options[5], q.shape[2])
     shape = (q.shape[0], q.shape[2], q.shape[1], v.shape[3])
     out = v.new_empty(shape).transpose(1, 2)
     near = v.new_empty(shape, dtype=torch.float32)
@@ -262,8 +260,8 @@ def _hybrid_triton_backward_fake(*args: Any) -> tuple[Tensor, ...]:
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, q_features, k_features, _, log_decay, *state_and_sequences = inputs[:12]
     tensors = q, k, v, q_features, k_features, log_decay, *state_and_sequences
-    ctx.save_for_backward(*output[1:], *tensors, *inputs[14:17])
-    ctx.options = inputs[17:]
+    ctx.save_for_backward(*output[1:], *tensors, *inputs[13:16])
+    ctx.options = inputs[16:]
     ctx.set_materialize_grads(False)  # zeros for what only the gradients read would be large
 
 
@@ -281,9 +279,9 @@ def _backward(
     grads = hybrid_triton_backward(
         d_out, d_kv, d_z, *ctx.saved_tensors, *ctx.options, needs_decay_grad
     )
-    needs = *ctx.needs_input_grad[:9], *ctx.needs_input_grad[14:16]
+    needs = *ctx.needs_input_grad[:9], *ctx.needs_input_grad[13:15]
     needed = [g if need else None for g, need in zip(grads, needs, strict=True)]
-    return *needed[:9], *[None] * 5, *needed[9:], *[None] * 7
+    return *needed[:9], *[None] * 4, *needed[9:], *[None] * 7
 
 
 hybrid_triton.register_autograd(_backward, setup_context=_setup_context)

@@ -22,11 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo.ops.linear.triton.parts import mask_if
 from attnzoo.runtime.triton_products import block_size, contiguous_rows, device_context
 
 BLOCK = 32  # tokens per program
-NEVER: tl.constexpr = tl.constexpr(-1e30)  # exp of it is 0
 
 
 @triton.jit
@@ -41,15 +39,14 @@ def rows_of(token, token_stride, column, tokens, COLUMNS: tl.constexpr):
 # grid     (ceil(T / BLOCK), B * H)
 # reads    near [B, T, H, E], lse [B, H, T], values [B, N, H, E], total [B, H, N], float32; logit
 #          [B, H, T], any strides; COUNT 1: the linear sums are divided by the number of tokens
-#          before the window; 2: by counts [B, T]; HEADS: linear_only [H], not 0 where the window is
-#          ignored
+#          before the window; 2: by counts [B, T]
 # writes   out [B, T, H, E]; p, r [B, H, T], float32
 @triton.jit(do_not_specialize=["tokens", "first", "window"])
 def merge_kernel(
-    near, lse, values, total, logit, counts, linear_only, out, near_weight, linear_weight,
+    near, lse, values, total, logit, counts, out, near_weight, linear_weight,
     logit_batch, logit_head, logit_token, tokens, first, window, heads, min_weight,
     E: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr, RELATIVE: tl.constexpr,
-    COUNT: tl.constexpr, HEADS: tl.constexpr,
+    COUNT: tl.constexpr,
 ):  # fmt: skip
     """Merge a block of tokens of one head; see above."""
     bh = tl.program_id(1).to(tl.int64)
@@ -70,9 +67,6 @@ def merge_kernel(
     if not RELATIVE:
         a = tl.load(lse + row, mask=in_bounds, other=0.0)
     has_linear = sums > min_weight
-    if HEADS:
-        ignored = tl.load(linear_only + h) != 0
-        a = tl.where(mask_if(has_linear, ignored), NEVER, a)
     of_linear = f + tl.log(tl.where(has_linear, sums, 1.0))
     maximum = tl.where(has_linear, tl.maximum(a, of_linear), a)
     p, r = tl.exp(a - maximum), tl.where(has_linear, tl.exp(f - maximum), 0.0)
@@ -152,7 +146,6 @@ def merge(
     total: Tensor,
     logit: Tensor,
     counts: Tensor | None,
-    linear_only_heads: Tensor | None,
     options: MergeOptions,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,8 +159,6 @@ def merge(
         logit: f, expanded to ``[B, H, T]``.
         counts: Number of keys in the linear sums, ``[B, T]``; ``None``: all tokens before the
             window.
-        linear_only_heads: ``[H]`` bool, heads that ignore the window where they have linear
-            weights.
         options: See :class:`MergeOptions`.
         dtype: Dtype of the output.
     """
@@ -175,14 +166,12 @@ def merge(
     out = torch.empty_like(near, dtype=dtype)
     p, r = torch.empty_like(lse), torch.empty_like(lse)
     unused = lse if counts is None else counts.to(torch.float32).contiguous()
-    only = lse if linear_only_heads is None else linear_only_heads.to(torch.int8)
     with device_context(near.device):
         merge_kernel[(triton.cdiv(tokens, BLOCK), batch * heads)](
-            near, lse, values, total, logit, unused, only, out, p, r, *logit.stride(), tokens,
+            near, lse, values, total, logit, unused, out, p, r, *logit.stride(), tokens,
             options.first, options.window, heads, options.min_weight, E=e, BE=block_size(e),
             BLOCK=BLOCK, RELATIVE=options.relative,
-            COUNT=int(options.mean) * (1 if counts is None else 2),
-            HEADS=linear_only_heads is not None, num_warps=4,
+            COUNT=int(options.mean) * (1 if counts is None else 2), num_warps=4,
         )  # fmt: skip
     return out, p, r
 

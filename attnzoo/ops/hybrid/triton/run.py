@@ -93,7 +93,7 @@ def run_triton(x: HybridInputs) -> PartsResult:
         places = of_sums.starts, of_sums.lengths
     out, kv, z, *_ = hybrid_triton(
         *(q, k, v, q_features, _zero_outside_sums(x, k_features), logit, log_decay, *before),
-        *(ids, *places, counts, branch.linear_only_heads, *first, size, x.scale),
+        *(ids, *places, counts, *first, size, x.scale),
         *(branch.relative, branch.mean, MIN_WEIGHT, x.return_state),
     )
     out = out if state is None else out[:, :, size:]
@@ -133,7 +133,6 @@ def run_step_triton(x: StepInputs) -> StepResult:
         *(x.q, x.k, x.v, branch.q, branch.k, branch.log_decay),
         branch.log_weight.float().expand(*x.q.shape[:3], 1),
         x.slots,
-        branch.linear_only_heads,
         *state,
         *(x.scale, branch.relative, branch.mean, MIN_WEIGHT),
     )

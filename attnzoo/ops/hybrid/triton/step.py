@@ -64,14 +64,14 @@ def load_channel_decay(log_decay, token, f, F: tl.constexpr, DECAY: tl.constexpr
 # oracle   hybrid_attention(impl="reference"), on a GPU and with TRITON_INTERPRET=1
 @triton.jit
 def hybrid_step_kernel(
-    q, k, v, q_features, k_features, log_decay, log_weight, slots, linear_only,
+    q, k, v, q_features, k_features, log_decay, log_weight, slots,
     keys, values, features, kv, z, seen, out, seen_before,
     q_batch, q_head, k_batch, k_head, v_batch, v_head, fq_batch, fq_head, gate_batch, gate_head,
     weight_batch, weight_head, key_heads, scale, min_weight,
     D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, W: tl.constexpr, N: tl.constexpr,
     G: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BW: tl.constexpr,
     TILES: tl.constexpr, DECAY: tl.constexpr, SLOTS: tl.constexpr, RELATIVE: tl.constexpr,
-    MEAN: tl.constexpr, LINEAR_ONLY: tl.constexpr,
+    MEAN: tl.constexpr,
 ):  # fmt: skip
     """Compute the outputs of one head, and update a tile of its sums; see above."""
     tile, bh = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64)
@@ -128,8 +128,6 @@ def hybrid_step_kernel(
             logit -= tl.log(tl.maximum(outside - N, 1).to(tl.float32))
         lse = tl.zeros_like(row_max) if RELATIVE else row_max + tl.log(total)
         has_linear = far_total > min_weight
-        if LINEAR_ONLY:
-            lse = tl.where(has_linear & (tl.load(linear_only + head) != 0), -float("inf"), lse)
         largest = tl.maximum(lse, logit + tl.log(tl.maximum(far_total, min_weight)))
         largest = tl.where(has_linear, largest, lse)
         near_weight = tl.exp(lse - largest)
@@ -188,7 +186,7 @@ def hybrid_store_kernel(
 def launch_hybrid_step(
     q: Tensor, k: Tensor, v: Tensor, q_features: Tensor, k_features: Tensor,
     log_decay: Tensor | None, log_weight: Tensor, slots: Tensor | None,
-    linear_only: Tensor | None, keys: Tensor, values: Tensor, features: Tensor, kv: Tensor,
+    keys: Tensor, values: Tensor, features: Tensor, kv: Tensor,
     z: Tensor, seen: Tensor, scale: float, relative: bool, mean: bool, min_weight: float,
 ) -> Tensor:  # fmt: skip
     """Launch both kernels; see :func:`hybrid_triton_step_`."""
@@ -202,18 +200,17 @@ def launch_hybrid_step(
     bw = min(64, max(16, WINDOW_TILE // bd), block_size(keys.shape[2]))
     tiles = -(-e // be)
     rows = z if slots is None else slots.contiguous()
-    only = z if linear_only is None else linear_only.to(torch.int8)
     shared = {
         "D": d, "E": e, "F": size, "W": window, "N": keys.shape[2] - window, "BD": bd, "BF": bf,
         "DECAY": decay, "SLOTS": slots is not None,
     }  # fmt: skip
     with device_context(q.device):
         hybrid_step_kernel[(batch * key_heads * tiles,)](
-            q, k, v, q_features, k_features, gate, log_weight, rows, only, keys, values,
+            q, k, v, q_features, k_features, gate, log_weight, rows, keys, values,
             features, kv, z, seen, out, seen_before, *q.stride()[:2], *k.stride()[:2],
             *v.stride()[:2], *q_features.stride()[:2], gate_batch, gate_head,
             *log_weight.stride()[:2], key_heads, scale, min_weight, G=heads // key_heads, BE=be,
-            BW=bw, TILES=tiles, RELATIVE=relative, MEAN=mean, LINEAR_ONLY=linear_only is not None,
+            BW=bw, TILES=tiles, RELATIVE=relative, MEAN=mean,
             num_warps=WARPS, **shared,
         )  # fmt: skip
         hybrid_store_kernel[(batch * key_heads,)](
@@ -231,7 +228,7 @@ def launch_hybrid_step(
 def hybrid_triton_step_(
     q: Tensor, k: Tensor, v: Tensor, q_features: Tensor, k_features: Tensor,
     log_decay: Tensor | None, log_weight: Tensor, slots: Tensor | None,
-    linear_only: Tensor | None, keys: Tensor, values: Tensor, features: Tensor, kv: Tensor,
+    keys: Tensor, values: Tensor, features: Tensor, kv: Tensor,
     z: Tensor, seen: Tensor, scale: float, relative: bool, mean: bool, min_weight: float,
 ) -> Tensor:  # fmt: skip
     """Return the output ``[B, H, 1, E]`` of one token, and overwrite the state; no gradients.
@@ -248,7 +245,6 @@ def hybrid_triton_step_(
         log_weight: Logit of the linear branch, ``[B, H, 1, 1]``, float32.
         slots: ``[B]``, the row of each token in the state, which is a pool; -1 for no token, which
             leaves the state as it is and gives zeros. ``None``: token b is in row b.
-        linear_only: ``[H]``, true for heads that ignore the window.
         keys: This tensor and the five after it are those of a ``HybridState``, contiguous.
         values: See ``keys``.
         features: See ``keys``.
@@ -261,7 +257,7 @@ def hybrid_triton_step_(
         min_weight: A smaller sum of linear weights counts as 0.
     """
     return launch_hybrid_step(
-        q, k, v, q_features, k_features, log_decay, log_weight, slots, linear_only, keys,
+        q, k, v, q_features, k_features, log_decay, log_weight, slots, keys,
         values, features, kv, z, seen, scale, relative, mean, min_weight,
     )  # fmt: skip
 

@@ -58,7 +58,6 @@ struct Task {
     Real *out, *lse;  // lse: [B, H G, T], natural logarithm
     const Real *far, *far_totals, *logit;  // u of queries from far_start on, or null; s, [B, H G,
                                            // T - far_start]; f, [B, H G, T]
-    const uint8_t* far_only;  // [H G]: heads that ignore the band where s is not 0; or null
     const Real *d_out, *d_lse;
     // [B, H G, T, D]; [pieces, B, H, S, D]; [pieces, B, H, S, E]; null: not needed
     Real *dq, *dk, *dv;
@@ -67,8 +66,8 @@ struct Task {
     FIELDS(threads, batch, heads, groups, queries, keys, key_size, value_size, key_width,
            value_width, before, after, dilation, offset, causal, num_global, relative, far_start,
            far_size, pieces, out_steps, d_out_steps, far_steps, scale, ids, key_mask, global_keys,
-           global_is_valid, q, k, v, out, lse, far, far_totals, logit, far_only, d_out, d_lse, dq,
-           dk, dv, d_far, d_far_totals, d_logit)
+           global_is_valid, q, k, v, out, lse, far, far_totals, logit, d_out, d_lse, dq, dk, dv,
+           d_far, d_far_totals, d_logit)
 };
 
 // Keys of a block. Lane c attends to keys low[c] to high[c] - 1; low and high are non-decreasing.
@@ -202,11 +201,9 @@ class Worker : Tiles<Real>, Rows<Real> {
 
     Mix mix(int c, Real lse) const {
         if (!t.far || far_number(c) < 0) return {1, 0, nullptr};
-        const int64_t head = head_ * t.groups + group_;
         const Real* sums = far_row(c);
         const Real total = t.far_totals[far_index(c)];
         if (!(total > Real(MIN_WEIGHT))) return {1, 0, nullptr};
-        if (t.far_only && t.far_only[head]) return {0, 1 / total, sums};
         const Real band = t.relative ? 0 : lse;
         const Real far = t.logit[query_number(c)] + std::log(total);
         const Real largest = std::max(band, far);

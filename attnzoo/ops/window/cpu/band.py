@@ -50,7 +50,7 @@ class _Task(ctypes.Structure):
         *cpp.fields(Rows, "q k v"),
         *cpp.fields(
             ctypes.c_void_p,
-            "out lse far far_totals logit far_only d_out d_lse dq dk dv d_far d_far_totals d_logit",
+            "out lse far far_totals logit d_out d_lse dq dk dv d_far d_far_totals d_logit",
         ),
     ]
 
@@ -82,7 +82,6 @@ class OutsideSums(NamedTuple):
     totals: Tensor  # s of the same queries, [B, H, R]
     logit: Tensor  # f, [B, H, T]
     relative: bool  # whether l is 0 in this formula, so that weights are relative to the band's
-    only_heads: Tensor | None = None  # [H] bool: outputs are u / s where s is not 0
 
 
 def band_cpp_reasons() -> list[str]:
@@ -114,14 +113,14 @@ def band_attention_cpp(
         The output ``[B, H, T, E]`` and the log-sum-exp of each query's scores, ``[B, H, T, 1]``,
         both float32 or wider. A query that sees no key gives 0 and a finite log-sum-exp.
     """
-    sums, totals, logit, relative, only_heads = outside or (None, None, None, False, None)
+    sums, totals, logit, relative = outside or (None, None, None, False)
     check_reverse_mode("sliding-window attention", q, k, v, sums, totals, logit, instead=INSTEAD)
     batch = q.shape[0]
     masks = [options.key_mask, options.segment_ids, *(options.global_indices or (None, None))]
     masks = [None if x is None else x.expand(batch, -1).contiguous() for x in masks]
     band = [*options.band, offset, int(options.causal), int(relative)]
     with autocast_disabled(q.device):
-        tensors = (q, k, v, sums, totals, logit, only_heads, *masks)
+        tensors = (q, k, v, sums, totals, logit, *masks)
         out, lse = band_softmax_cpp(*tensors, band, options.scale)
     return out, lse.unsqueeze(3)
 
@@ -148,11 +147,11 @@ class _Arguments:
             x if x is None else x.to(torch.int64).contiguous() for x in (ids, global_keys)
         )
         self.masks = ids, key_mask, global_keys, valid
-        sums, totals, logit, only_heads = outside
+        sums, totals, logit = outside
         if sums is not None and totals is not None and logit is not None:
             sums = with_contiguous_rows(sums.to(dtype))
             totals, logit = totals.to(dtype).contiguous(), logit.to(dtype).contiguous()
-        self.outside = sums, totals, logit, only_heads
+        self.outside = sums, totals, logit
         batch, heads, keys, _ = self.k.shape
         threads = torch.get_num_threads()
         self.task = _Task(
@@ -181,9 +180,10 @@ class _Arguments:
             k=rows_of(self.k),
             v=rows_of(self.v),
         )
-        given = {"far": sums, "far_totals": totals, "logit": logit, "far_only": only_heads}
-        given |= {"ids": ids, "key_mask": key_mask}
-        _set_pointers(self.task, **given, global_keys=global_keys, global_is_valid=valid)
+        given = {"far": sums, "far_totals": totals, "logit": logit, "ids": ids}
+        _set_pointers(
+            self.task, **given, key_mask=key_mask, global_keys=global_keys, global_is_valid=valid
+        )
         if sums is not None:
             self.task.far_steps = _steps(sums)
 
@@ -211,7 +211,6 @@ def band_softmax_cpp(
     sums: Tensor | None,
     totals: Tensor | None,
     logit: Tensor | None,
-    only_heads: Tensor | None,
     key_mask: Tensor | None,
     segment_ids: Tensor | None,
     global_keys: Tensor | None,
@@ -225,10 +224,9 @@ def band_softmax_cpp(
         q: Queries, ``[B, H, T, D]``.
         k: Keys, ``[B, Hkv, S, D]``.
         v: Values, ``[B, Hkv, S, E]``.
-        sums: As in :class:`OutsideSums`, and so are the next three.
+        sums: As in :class:`OutsideSums`, and so are the next two.
         totals: ``[B, H, R]``.
         logit: ``[B, H, T]``.
-        only_heads: ``[H]`` bool.
         key_mask: Keys that the band may see, ``[B, S]`` bool.
         segment_ids: ``[B, S]``.
         global_keys: Positions in increasing order, ``[B, G]``.
@@ -238,7 +236,7 @@ def band_softmax_cpp(
         scale: Multiplies the products.
     """
     outside, masks = (
-        (sums, totals, logit, only_heads),
+        (sums, totals, logit),
         (key_mask, segment_ids, global_keys, global_is_valid),
     )
     x = _Arguments(q, k, v, outside, masks, band, scale)
@@ -268,7 +266,6 @@ def band_softmax_cpp_backward(
     sums: Tensor | None,
     totals: Tensor | None,
     logit: Tensor | None,
-    only_heads: Tensor | None,
     key_mask: Tensor | None,
     segment_ids: Tensor | None,
     global_keys: Tensor | None,
@@ -282,7 +279,7 @@ def band_softmax_cpp_backward(
     Those of q, k and v are computed if ``needed``, and have no elements otherwise.
     """
     outside, masks = (
-        (sums, totals, logit, only_heads),
+        (sums, totals, logit),
         (key_mask, segment_ids, global_keys, global_is_valid),
     )
     x = _Arguments(q, k, v, outside, masks, band, scale)
@@ -366,7 +363,7 @@ def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any
     needed = ctx.needs_input_grad[:6]
     options = ctx.band, ctx.scale, list(needed[:3])
     gradients = band_softmax_cpp_backward(d_out, d_lse, *ctx.saved_tensors, *options)
-    return (*(g if n else None for g, n in zip(gradients, needed, strict=True)), *[None] * 7)
+    return (*(g if n else None for g, n in zip(gradients, needed, strict=True)), *[None] * 6)
 
 
 band_softmax_cpp.register_autograd(_backward, setup_context=_setup_context)
