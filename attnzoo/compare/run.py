@@ -195,7 +195,11 @@ def compare(
     specs, devices = check(config, info)
     info = replace(info, dtype=config.dtype or info.dtype)
     check_folder(config.out)
-    batch = None if missing_quality(config, info) else _quality_batch(config, info)
+    batch: QualityBatch | None = None
+    if not missing_quality(config, info):
+        make: Any = make_recall_batch if info.generates else make_embedding_batch
+        longest = min(config.quality_length, info.max_positions or config.quality_length)
+        batch = make(Path(info.path), config.text, longest)
     cases = _cases(config, specs, devices)
     run = Comparison(config, info, on_progress)
     if unchecked := _gpu_cases(cases, run.rows):
@@ -376,11 +380,3 @@ def missing_quality(config: CompareConfig, info: ModelInfo) -> str:
     if config.text is None and not is_embedded(config.model):
         return "give --data a file in the model's language"
     return ""
-
-
-def _quality_batch(config: CompareConfig, info: ModelInfo) -> QualityBatch:
-    """Return rows to measure quality on: of embeddings, for a model that predicts no next token."""
-    make: Any = make_recall_batch if info.generates else make_embedding_batch
-    length = min(config.quality_length, info.max_positions or config.quality_length)
-    batch: QualityBatch = make(Path(info.path), config.text, length)
-    return batch

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from attnzoo.compare.build import cache_size, load, prepare
-from attnzoo.compare.cases import CostCase, ModelInfo
+from attnzoo.compare.cases import CostCase, ModelInfo, cache_size, load, prepare
 from attnzoo.errors import AttnzooError
 from attnzoo.evaluation.embeddings import EmbeddingEvalBatch, measure_embeddings
 from attnzoo.evaluation.generation import (

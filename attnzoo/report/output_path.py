@@ -32,7 +32,10 @@ def check_folder(out: Path) -> None:
         with tempfile.TemporaryFile(dir=out):
             pass
     except OSError as error:
-        raise OutputError(cannot_be_written(out, error)) from error
+        raise OutputError(
+            f"{str(out)!r} cannot be written ({error.strerror or error}); give a folder that you "
+            "can create and write to"
+        ) from error
     finally:
         for path in reversed(made):
             with suppress(OSError):  # another process may use the folder by now
@@ -55,14 +58,6 @@ def check_file(path: Path, *, overwrite: bool) -> None:
     check_folder(path.parent)
     if path.exists() and not overwrite:
         raise OutputError(f"{str(path)!r} exists; give --overwrite to replace it, or another path")
-
-
-def cannot_be_written(out: Path, error: OSError) -> str:
-    """Return the message of a failed write to a folder."""
-    return (
-        f"{str(out)!r} cannot be written ({error.strerror or error}); give a folder that you can "
-        "create and write to"
-    )
 
 
 def _check_link(path: Path) -> None:

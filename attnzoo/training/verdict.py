@@ -118,24 +118,12 @@ def equal_sentence(lines: Mapping[str, Quality], equal: EqualWindow | None, leng
             f"Against {name} nothing can be said: it sees every key of rows of {length:,} tokens; "
             f"evaluate on rows of more than {equal.widest:,} (--max-length or --target-length)."
         )
-    found = compare("the swap", lines["result"], "the window", lines["equal window"])
-    return f"Against {name} on rows of {length:,} tokens: {found}" if found else ""
-
-
-def compare(name: str, ours: Quality, other: str, theirs: Quality) -> str:
-    """Return in one sentence in which metrics one of two models is better.
-
-    Args:
-        name: Name of the first model.
-        ours: Its quality.
-        other: Name of the other model.
-        theirs: Its quality, on the same rows.
-    """
-    wins = _winners(name, ours, other, theirs)
+    wins = _winners("the swap", lines["result"], "the window", lines["equal window"])
     parts = [f"{who} is better in {_join(found)}" for who, found in wins.items() if who and found]
     if wins[""]:
         parts.append(f"no difference is measured in {_join(wins[''])}")
-    return "; ".join(parts) + "." * bool(parts)
+    found = "; ".join(parts)
+    return f"Against {name} on rows of {length:,} tokens: {found}." if found else ""
 
 
 def _join(parts: Sequence[str]) -> str:

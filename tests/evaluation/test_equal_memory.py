@@ -10,8 +10,7 @@ import transformers as hf
 import attnzoo
 from attnzoo import AttentionSpec
 from attnzoo.cli import main
-from attnzoo.compare.build import cache_size
-from attnzoo.compare.cases import CostCase, default_specs
+from attnzoo.compare.cases import CostCase, cache_size, default_specs
 from attnzoo.compare.run import read_model_info
 from attnzoo.evaluation.equal_memory import cache_bytes, equal_window, saved_cache_bytes
 from attnzoo.evaluation.models import spec_label

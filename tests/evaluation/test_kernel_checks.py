@@ -8,8 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import attnzoo
-from attnzoo.compare.build import prepare
-from attnzoo.compare.cases import CostCase
+from attnzoo.compare.cases import CostCase, prepare
 from attnzoo.compare.run import _gpu_cases, read_model_info
 from attnzoo.compare.workers import check_case_kernels
 from attnzoo.errors import UnsupportedError

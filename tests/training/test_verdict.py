@@ -4,10 +4,12 @@ import random
 
 import pytest
 
+from attnzoo.evaluation.equal_memory import EqualWindow
 from attnzoo.evaluation.quality import Quality
-from attnzoo.training.verdict import compare, verdict
+from attnzoo.training.verdict import equal_sentence, verdict
 
 ROWS = 32
+EQUAL = EqualWindow(length=300, windows={1: 20}, swap_bytes=40, exact_bytes=600)
 
 
 def made(loss, recall=None, agreement=None, *, seed=0, noise=0.02, unigram=5.0, own=None):
@@ -84,7 +86,8 @@ def test_equal_models_of_100_seeds_make_no_claim(gap):
             "window alone": made(1.0 + gap, 0.8 + gap, 0.6, own=f"{seed}: window", **options),
             "result": made(1.0 + gap, 0.8 + gap, 0.6, own=f"{seed}: result", **options),
         }
-        text = verdict(found) + compare("a", found["result"], "b", found["window alone"])
+        pair = {"result": found["result"], "equal window": found["window alone"]}
+        text = verdict(found) + equal_sentence(pair, EQUAL, 300)
         claimed += [word for word in CLAIMS if word in text]
     assert claimed == []
 
@@ -115,7 +118,8 @@ def test_results_without_rows_claim_nothing():
 
 
 def test_comparison_of_two_models():
-    text = compare("the swap", made(1.0, 0.5, 0.4), "the window", made(1.2, 0.3, 0.4, seed=0))
-    assert text.startswith("the swap is better in loss (-0.2")
+    pair = {"result": made(1.0, 0.5, 0.4), "equal window": made(1.2, 0.3, 0.4, seed=0)}
+    text = equal_sentence(pair, EQUAL, 300)
+    assert "on rows of 300 tokens: the swap is better in loss (-0.2" in text
     assert "the window is better in recall (0.2" in text
     assert "no difference is measured in equal tokens" in text
