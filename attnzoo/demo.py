@@ -23,7 +23,6 @@ from attnzoo.evaluation.equal_memory import PREFILL_TOKENS, saved_cache_bytes
 from attnzoo.evaluation.margins import paired, speedup
 from attnzoo.evaluation.models import (
     EMBEDDED,
-    embedded_model_path,
     is_embedded,
     load_swapped,
     max_positions,
@@ -90,7 +89,7 @@ def default_specs(names: Sequence[str] | None) -> list[AttentionSpec]:
 
 def run_demo(
     *,
-    model: Path | None,
+    model: Path,
     text: Path | None,
     out: Path,
     specs: Sequence[AttentionSpec] | None = None,
@@ -100,7 +99,7 @@ def run_demo(
     """Measure every attention on a model and write ``results.json`` into ``out``.
 
     Args:
-        model: Folder of a causal model; the embedded one when ``None``.
+        model: Folder of a causal model.
         text: Text file to evaluate on; required with a model that is not an embedded one.
         out: Folder for the results.
         specs: What to measure; :func:`default_specs` when ``None``.
@@ -110,20 +109,19 @@ def run_demo(
     Raises:
         AttnzooError: An argument is invalid; nothing is written then.
     """
-    if model is not None and text is None and not is_embedded(str(model)):
+    if text is None and not is_embedded(str(model)):
         raise SpecError("A model needs --data: give a text file in the model's language")
-    path = model or embedded_model_path()
-    if not (path / "config.json").is_file():
+    if not (model / "config.json").is_file():
         raise SpecError(
-            f"{str(path)!r} holds no model (no config.json); give the folder of a saved model"
+            f"{str(model)!r} holds no model (no config.json); give the folder of a saved model"
         )
-    require_causal(path, "the demo measures text prediction and decoding")
+    require_causal(model, "the demo measures text prediction and decoding")
     rows, lengths = (8, list(LENGTHS[:2])) if quick else (48, list(LENGTHS))
-    limit = max_positions(path)
+    limit = max_positions(model)
     if limit is not None:
         lengths = [n for n in lengths if n + 64 <= limit] or [limit // 2]
     row_length = min(512, limit or 512)
-    batch = make_eval_batch(path, text, rows=rows, row_length=row_length)
+    batch = make_eval_batch(model, text, rows=rows, row_length=row_length)
     softmax = AttentionSpec("softmax")  # what the others are compared with
     specs = [softmax, *(s for s in specs or default_specs(None) if s != softmax)]
     transformers_logging.set_verbosity_error()
@@ -131,9 +129,9 @@ def run_demo(
     start, results = time.monotonic(), []
     for done, spec in enumerate(specs):
         on_progress(f"{done}/{len(specs)}  {spec_label(spec)}")
-        results.append(_measure(path, spec, batch, lengths))
+        results.append(_measure(model, spec, batch, lengths))
     data = {
-        "model": EMBEDDED if is_embedded(str(path)) else str(path),
+        "model": EMBEDDED if is_embedded(str(model)) else str(model),
         "text": str(text) if text else "held-out files of the Python standard library",
         "rows": rows,
         "lengths": lengths,

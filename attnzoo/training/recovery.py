@@ -366,8 +366,7 @@ class Recovery:
         if not layers or not args.transfer_steps:
             self.log(f"transfer is skipped: {'0 steps' if layers else reason}")
             return model
-        default = 2e-2 if args.transfer_target == "output" else 5e-2
-        rate = args.transfer_learning_rate or default
+        rate = args.transfer_rate
         return self.train(TransferTrainer, model, "transfer", rate, self.load_model, layers=layers)
 
     def distil(self, model: Any) -> Any:

@@ -9,6 +9,7 @@ from transformers import BertConfig, BertModel, ByT5Tokenizer, GPT2Config, GPT2L
 from attnzoo import AttentionSpec
 from attnzoo.demo import LENGTHS, SwapResult, results_table, run_demo, summary, write_report
 from attnzoo.errors import AttnzooError, SpecError
+from attnzoo.evaluation.models import embedded_model_path
 
 RESULTS = [
     SwapResult(
@@ -33,7 +34,7 @@ def quick(tmp_path_factory):
     """The demo on the embedded model, two attentions, short."""
     out = tmp_path_factory.mktemp("demo")
     specs = [AttentionSpec("flash", window=32), AttentionSpec("linear")]
-    return out, run_demo(model=None, text=None, out=out, specs=specs, quick=True)
+    return out, run_demo(model=embedded_model_path(), text=None, out=out, specs=specs, quick=True)
 
 
 def test_results_are_written(quick):
