@@ -5,8 +5,8 @@ applied when the module that it patches is imported. ``__init__.pyi`` lists the 
 """
 
 from attnzoo.autoload import after_import
-from attnzoo.hf.adapters.patches import PEFT_PATCHES
 from attnzoo.hf.patches import PATCHES
+from attnzoo.hf.peft_patches import PEFT_PATCHES
 from attnzoo.lazy_names import lazy_names
 
 __version__ = "0.2.0"

@@ -8,7 +8,6 @@ from reprlib import Repr
 
 __all__ = [
     "AttnzooError",
-    "CheckpointMismatchError",
     "ConfigError",
     "SlowKernelWarning",
     "SpecError",
@@ -46,10 +45,6 @@ class ConfigError(AttnzooError):
 
 class SpecError(AttnzooError):
     """A spec is malformed, has a newer version, or does not fit the model."""
-
-
-class CheckpointMismatchError(SpecError, RuntimeError):
-    """Weights of a checkpoint have other shapes; also a ``RuntimeError``, as stock code raises."""
 
 
 class SwapWarning(UserWarning):

@@ -36,18 +36,21 @@ ROWS = (
 ROW = {unit: height for height, row in enumerate(ROWS) for unit in row}
 # Inside hf, from the bottom up, by the same rule.
 HF_ROWS = (
-    {"__init__", "names", "configs", "pretrained"},
+    {"__init__", "names", "configs", "pretrained", "mixins"},
     {"seam"},
-    {"layers", "masks", "context_parallel", "logits", "unchanged"},
+    {"layers", "masks", "context_parallel", "logits", "unchanged", "extras"},
     {"cache"},
     {"attention"},
     {"release_check"},
     {"models"},
-    {"swap"},
+    {"attach"},
     {"saving"},
-    {"heads", "stock"},
-    {"adapters", "describe", "export"},
-    {"patches"},  # calls all of them, from transformers
+    {"adapters"},
+    {"heads", "swapped"},
+    {"swap"},
+    {"stock"},
+    {"describe", "export"},
+    {"patches", "peft_patches"},  # call all of them, from transformers and PEFT
 )
 HF_ROW = {unit: height for height, row in enumerate(HF_ROWS) for unit in row}
 # What modules below hf may import from outside; torch requires filelock, and the last
@@ -282,8 +285,8 @@ def test_a_wrong_import_is_found(module, source):
         ),
         ("attnzoo.registry", "def f(name):\n    return import_module(name)"),
         ("attnzoo.hf.cache.state_layer", "from transformers.cache_utils import Cache"),
-        ("attnzoo.hf.patches", "def f():\n    from attnzoo.hf.swap import convert, extras"),
-        ("attnzoo.hf.swap.convert", "from attnzoo.hf.swap.extras import warn"),
+        ("attnzoo.hf.patches", "def f():\n    from attnzoo.hf.swap import convert"),
+        ("attnzoo.hf.swap.convert", "from attnzoo.hf.extras import warn"),
         ("attnzoo.cli", "from attnzoo import AttentionSpec\nimport rich"),
     ],
 )

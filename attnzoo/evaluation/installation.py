@@ -29,9 +29,9 @@ from attnzoo.evaluation import check_cpp
 from attnzoo.evaluation.kernel_checks import check_group, device_groups
 from attnzoo.evaluation.timing import machine
 from attnzoo.hf import seam
-from attnzoo.hf.adapters.patches import PEFT_PATCHES
 from attnzoo.hf.names import NAME
 from attnzoo.hf.patches import PATCHES
+from attnzoo.hf.peft_patches import PEFT_PATCHES
 from attnzoo.hf.release_check import check_release, installed_versions, untested
 from attnzoo.ops import flash_attention
 from attnzoo.ops.flash.varlen import device_reasons as varlen_device_reasons

@@ -23,6 +23,7 @@ from attnzoo.evaluation.allocations import AllocationTracker, counted, fake_mode
 from attnzoo.evaluation.equal_memory import cache_bytes, longest_window, saved_cache_bytes
 from attnzoo.evaluation.models import max_positions, spec_label
 from attnzoo.hf.adapters.lora import with_adapters
+from attnzoo.hf.attach import read_spec
 from attnzoo.hf.configs import has_field, read_field
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.names import NAME
@@ -30,7 +31,6 @@ from attnzoo.hf.pretrained import build_model
 from attnzoo.hf.saving.dtype import dtype_name, saved_dtype
 from attnzoo.hf.saving.files import model_class, read_config
 from attnzoo.hf.seam import cache_argument
-from attnzoo.hf.swap.backends import read_spec
 from attnzoo.spec import AttentionSpec
 
 OPTIMIZERS = ("adamw", "adamw_8bit", "adafactor", "sgd")

@@ -15,8 +15,7 @@ from transformers.cache_utils import Cache, StaticLayer
 from attnzoo.contract.backend import AttentionBackend
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf.attention.call import layer_backend
-from attnzoo.hf.cache.past_keys import refuse_export
-from attnzoo.hf.cache.state_layer import State, StateLayer, StaticStateLayer, cache_index
+from attnzoo.hf.cache.state_layer import State, StaticStateLayer, cache_index
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.names import NAME
 
@@ -80,7 +79,7 @@ def prepare_export(exported: Any, cache: Cache) -> None:
     Raises:
         UnsupportedError: The size of a layer's state changes with the tokens.
     """
-    model: nn.Module = exported.decoder if hasattr(exported, "decoder") else exported.model
+    model: nn.Module = exported.model
     for layer in attention_layers(model):
         backend, geometry = layer_backend(layer.module), layer.geometry
         config: Any = layer.module.config
@@ -104,14 +103,3 @@ def prepare_export(exported: Any, cache: Cache) -> None:
             delattr(exported, f"{name}_{index}")
         for name, x in state.named_buffers().items():
             exported.register_buffer(f"{name}_{index}", x, persistent=False)
-
-
-def refuse_states(cache: Cache) -> None:
-    """Refuse a cache with states as the input or output of a program.
-
-    Raises:
-        UnsupportedError: The cache has a layer with a state.
-    """
-    for number, layer in enumerate(cache.layers):
-        if isinstance(layer, StateLayer):
-            refuse_export(f"Layer {number}", layer.owner[0])

@@ -11,14 +11,6 @@ NAME = "attnzoo"
 # model, instead of running softmax.
 ARCHITECTURE_PREFIX = "Attnzoo"
 TYPE_PREFIX = "attnzoo_"
-RECORDING = "_attnzoo_recording"  # attribute of a cache
-REQUESTED = "_attnzoo_requested"  # attribute of a model whose attn_implementation was given
 IN_SWAPPED = "_attnzoo_in_swapped"  # of a submodel with its own spec in a model swapped as a whole
 PRUNED = "attnzoo_pruned_heads"  # attribute of a config: heads that a model has lost, by layer
 LOADED = "_attnzoo_loaded"  # attribute of an adapter's config that was read from a file
-MADE_FROM = "_attnzoo_made_from"  # attribute of a mask function: the arguments of its factory
-# The factories of mask functions whose parts attnzoo reads; see seam.mask_parts
-MASK_FACTORIES = (
-    *("and_masks", "remap_positions_for_packed_sequence", "packed_sequence_mask_function"),
-    *("sliding_window_overlay", "sliding_window_bidirectional_overlay"),
-)

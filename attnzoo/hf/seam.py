@@ -12,13 +12,14 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.cache_utils import Cache
 from transformers.generation.continuous_batching import cache as paged_cache
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
@@ -35,7 +36,7 @@ from transformers.utils.output_capturing import _active_collector as active_coll
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf.configs import read_field
-from attnzoo.hf.names import MADE_FROM, NAME, RECORDING
+from attnzoo.hf.names import NAME
 
 __all__ = [
     "CACHE_ARGUMENT",
@@ -61,7 +62,6 @@ __all__ = [
     "has_recurrent_layers",
     "is_of_another_package",
     "is_quantized",
-    "is_recording",
     "mask_of_pages",
     "mask_parts",
     "materialise_mask",
@@ -181,6 +181,26 @@ _MASK_FUNCTIONS = {
 }
 
 
+def _keep_arguments(make: Callable[..., Any]) -> None:
+    """Let the mask functions of a compiled graph say what they were made from.
+
+    ``torch.compile`` cannot read closures, and the name of a union is no proof of its parts.
+    """
+    copy = FunctionType(make.__code__, make.__globals__, make.__name__)
+
+    def make_with_arguments(*args: Any, **kwargs: Any) -> Any:
+        function: Any = copy(*args, **kwargs)
+        function.made_from = (*args, *kwargs.values())
+        return function
+
+    torch.compiler.substitute_in_graph(make, skip_signature_check=True)(make_with_arguments)
+
+
+for _name in _MASK_FUNCTIONS:
+    if hasattr(masking_utils, _name):  # else of another release; such masks are materialised
+        _keep_arguments(getattr(masking_utils, _name))
+
+
 def refuse_unknown_arguments(
     where: str, kwargs: Mapping[str, Any], known: Collection[str] = IGNORED_ARGUMENTS
 ) -> None:
@@ -279,7 +299,7 @@ def mask_parts(function: Callable[..., Any]) -> tuple[str, Any]:
         return "causal", None
     if function is bidirectional_mask_function:
         return "none", None
-    made_from = getattr(function, MADE_FROM, None)
+    made_from = getattr(function, "made_from", None)  # see _keep_arguments
     if made_from is not None:
         kind, _ = _MASK_FUNCTIONS[function.__qualname__.split(".<locals>")[0]]
         return kind, made_from if kind == "all" else made_from[0]
@@ -415,6 +435,16 @@ def is_of_another_package(implementation: str) -> bool:
     return "/" not in implementation and module.partition(".")[0] not in ("transformers", NAME)
 
 
+def is_part_of_pair(model: PreTrainedModel) -> bool:
+    """Return whether a model is an encoder or decoder that has the config of both, or a copy."""
+    pairs = (
+        modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    )
+    is_pair = any(model.config.model_type in families for families in pairs)
+    return is_pair and not hasattr(transformers, type(model).__name__)
+
+
 def set_implementation(model: PreTrainedModel, name: str, layers: Iterable[nn.Module]) -> None:
     """Set the attention implementation of ``layers`` and of the models that create their masks.
 
@@ -500,11 +530,6 @@ def _with_sub_configs(config: Any) -> Iterator[Any]:
 def can_set_implementation(model: PreTrainedModel) -> bool:
     """Return whether a model's own modelling code uses the attention interface."""
     return bool(model._can_set_attn_implementation())
-
-
-def is_recording(cache: Cache) -> bool:
-    """Return whether a cache records past tokens to remove them later (assisted decoding)."""
-    return bool(getattr(cache, RECORDING, False))
 
 
 def is_quantized(layer: Any) -> bool:

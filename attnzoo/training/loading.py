@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from copy import deepcopy
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +24,6 @@ from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.names import NAME
 from attnzoo.hf.pretrained import build_model, explain_load_errors, load_pretrained
 from attnzoo.hf.saving.files import model_class, read_config
-from attnzoo.hf.swap.backends import extras_are_new
 from attnzoo.spec import AttentionSpec
 
 
@@ -111,8 +109,7 @@ def load_model(
         options["quantization_config"] = config_of_4_bits(skeleton)
         if device is not None:
             options["device_map"] = {"": device}
-    with nullcontext() if swapped else extras_are_new():
-        model: PreTrainedModel = load_pretrained(cls, path, **options)
+    model: PreTrainedModel = load_pretrained(cls, path, **options)
     return model
 
 

@@ -9,6 +9,7 @@ import transformers
 from torch import Tensor
 
 import attnzoo
+from attnzoo.hf.cache.state_layer import add_states
 from tests.helpers import redrawn, tiny_llama, tiny_llama_config
 
 transformers.logging.set_verbosity_error()
@@ -57,6 +58,14 @@ def cache(request: pytest.FixtureRequest, llama_config: Callable[..., Any]) -> A
     if request.param == "dynamic":
         return transformers.DynamicCache(config=llama_config())
     return transformers.StaticCache(config=llama_config(), max_cache_len=20)
+
+
+def recording_cache() -> Any:
+    """Return an empty cache that records past tokens, as generation prepares it."""
+    cache = transformers.DynamicCache()
+    add_states(cache)
+    cache.activate_past_recording()
+    return cache
 
 
 @pytest.fixture(scope="session")

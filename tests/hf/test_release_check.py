@@ -111,9 +111,9 @@ def test_speed_up_of_a_version_that_does_not_fit_is_refused(llama, monkeypatch, 
 
 def test_a_patch_that_does_not_fit_leaves_transformers_usable(llama, monkeypatch):
     attnzoo.swap(llama(), "linear")  # PEFT, say, is imported and patched later
-    patches.PATCHES["transformers.cache_utils"](hf.activations)  # a module without the class
+    patches.PATCHES["transformers.modeling_utils"](hf.activations)  # a module without the class
     try:
-        with pytest.raises(UnsupportedError, match=r"patch_cache does not fit .*activations"):
+        with pytest.raises(UnsupportedError, match=r"patch_models does not fit .*activations"):
             attnzoo.swap(llama(), "linear")
     finally:
         FAILED_PATCHES.clear()

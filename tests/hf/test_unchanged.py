@@ -45,7 +45,7 @@ CHANGES = {
     "swap, a layer": (
         tiny_llama,
         lambda x: attnzoo.swap(x, "linear"),
-        CONVERT[:-7] + "backends.add_hook",
+        "attnzoo.hf.attach.add_hook",
         2,
     ),
     "swap again": (
@@ -58,7 +58,7 @@ CHANGES = {
     "prune": (
         swapped(),
         lambda x: attnzoo.prune_heads(x, {0: [0, 1], 1: [2, 3]}),
-        "attnzoo.hf.heads.pruning.keep_inputs",
+        "attnzoo.hf.heads.cut.keep_inputs",
         2,
     ),
     "extend": (

@@ -1,7 +1,7 @@
 """The parameters that backends add to a model (the extras), in PEFT adapters.
 
 They are trained and saved with the adapter: the submodules ``attnzoo`` are added to PEFT's
-``modules_to_save``, which gives each adapter a copy of them. :mod:`attnzoo.hf.adapters.patches`
+``modules_to_save``, which gives each adapter a copy of them. :mod:`attnzoo.hf.peft_patches`
 calls these functions from PEFT.
 """
 
@@ -22,12 +22,11 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from attnzoo.contract.backend import AttentionBackend
 from attnzoo.errors import SpecError, UnsupportedError
 from attnzoo.hf import seam
-from attnzoo.hf.adapters.config import check_swap, current_swap, download_options, record_swap
+from attnzoo.hf.adapters.config import check_swap, download_options, record_swap
 from attnzoo.hf.configs import has_field
 from attnzoo.hf.layers import unwrap_model
 from attnzoo.hf.names import LOADED, NAME
 from attnzoo.hf.saving.layer_specs import current_specs
-from attnzoo.hf.swap.convert import swap
 from attnzoo.hf.unchanged import reset_on_error
 from attnzoo.registry import build_backend
 
@@ -79,21 +78,6 @@ def prepare_adapter(model: nn.Module, config: Any) -> None:
         return
     _train_extras(model, config)
     record_swap(model, config)
-
-
-def apply_swap(model: nn.Module, config: Any) -> None:
-    """Swap a model that is not swapped as an adapter's config records it.
-
-    Args:
-        model: The base model.
-        config: The adapter's config; nothing is done if it records no swap.
-
-    Raises:
-        AttnzooError: The recorded swap is invalid, or does not fit the model.
-    """
-    spec = vars(config).get(NAME)
-    if spec is not None and current_swap(model) is None:
-        swap(model, spec)
 
 
 def check_saved_replacement(
@@ -271,30 +255,6 @@ def prepare_save(model: Any) -> None:
     with current_specs(model):
         for config in getattr(model, "peft_config", {}).values():
             record_swap(model, config)
-
-
-def complete_conversion(
-    model: nn.Module, adapter_name: str, config: Any, state: dict[str, torch.Tensor]
-) -> None:
-    """Put an adapter's backends, and the swap, into the LoRA adapter that PEFT makes of it.
-
-    PEFT keeps the last part of a parameter's name only, and does not distinguish adapters.
-
-    Args:
-        model: The model with the adapter.
-        adapter_name: The adapter that was converted.
-        config: The config of the LoRA adapter, which is changed.
-        state: The weights of the LoRA adapter, which are changed.
-    """
-    record_swap(model, config)
-    for name, _, module in _backends(model):
-        if isinstance(module, AttentionBackend):
-            continue
-        for key in [key for key in state if key.startswith(f"{name}.")]:
-            del state[key]
-        if adapter_name in module.modules_to_save:
-            own = module.modules_to_save[adapter_name].state_dict()
-            state.update({f"{name}.{key}": value for key, value in own.items()})
 
 
 def _train_extras(model: nn.Module, config: Any) -> None:

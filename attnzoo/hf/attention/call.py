@@ -150,7 +150,8 @@ def _refuse_candidates(backend: AttentionBackend, cache: Any) -> None:
 
     Greedy tokens would differ from those without an assistant.
     """
-    if cache is not None and seam.is_recording(getattr(cache, "self_attention_cache", cache)):
+    cache = getattr(cache, "self_attention_cache", cache)
+    if getattr(cache, "recording", False):  # a StateCache
         raise UnsupportedError(
             f"{backend.geometry.name}: backend {backend.name!r} with decoding='exact' attends to "
             "all keys for a single new token only, and assisted decoding passes several at once; "

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +26,10 @@ from attnzoo.errors import UnsupportedError
 from attnzoo.hf import seam
 from attnzoo.hf.cache.past_keys import refuse_export, refuse_unreadable
 from attnzoo.hf.cache.past_padding import PastPadding
+from attnzoo.hf.mixins import Mixin, subclass
 from attnzoo.hf.unchanged import reset_on_error
 
+Base: Any = object  # of mixins: they stand before a class of transformers
 State = Any  # a named tuple of tensors, batch first
 
 _METADATA = frozenset(
@@ -286,8 +287,8 @@ class StateLayer(RecordsCalls, CacheLayerMixin):
         if remove > recorded:
             raise UnsupportedError(
                 f"cannot remove the last {remove} tokens from a recurrent state: {recorded} are "
-                "recorded. Call cache.activate_past_recording() before the model runs, or start "
-                "with an empty cache"
+                "recorded. Call cache.activate_past_recording() after the first call of the model, "
+                "or start with an empty cache"
             )
         if remove:
             keep, state = recorded - remove, self._state_before_recorded
@@ -396,14 +397,28 @@ class StaticStateLayer(StateLayer):
         raise UnsupportedError("a static cache cannot remove tokens; use a DynamicCache")
 
 
-def reset_layers_on_error(cache: Cache) -> AbstractContextManager[None]:
-    """Return a context manager that resets all layers of a cache if one of them raises.
+class StateCache(Mixin, Base):  # type: ignore[misc]
+    """Mixin of caches in which layers have states, whose layers may be created later."""
 
-    Layers replace their tensors when they are cropped, so their attributes are enough. Caches
-    without states are not touched.
-    """
-    has_states = any(isinstance(layer, StateLayer) for layer in cache.layers)
-    return reset_on_error(cache.layers if has_states else ())
+    recording = False  # whether past tokens may be removed: layers record them
+
+    def activate_past_recording(self) -> None:
+        """Let all layers record the calls that follow, also those that do not exist yet."""
+        self.recording = True
+        super().activate_past_recording()
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        """Remove the last tokens from all layers, or from none if one raises."""
+        with reset_on_error(self.layers):  # layers replace their tensors
+            super().crop(*args, **kwargs)
+
+
+def add_states(cache: Cache) -> None:
+    """Prepare a cache for layers with states, before generation asks it to record past tokens."""
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    if not torch.compiler.is_compiling():
+        cache.__class__ = subclass(StateCache, type(cache))
 
 
 def _clone_view(x: Tensor) -> Tensor:
@@ -438,7 +453,8 @@ def state_layer(cache: Cache, module: nn.Module, backend: AttentionBackend) -> S
         if (can := backend.capabilities).state_grows or can.state_keeps_keys:
             _refuse_growing_state(cache, layer, backend)
         layer = cache.layers[index] = _new_state_layer(layer, backend)
-        if seam.is_recording(cache):
+        add_states(cache)
+        if getattr(cache, "recording", False):
             layer.activate_past_recording()
     elif layer.owner != (backend.name, backend.config):
         raise UnsupportedError(

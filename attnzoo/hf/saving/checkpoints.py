@@ -1,17 +1,13 @@
-"""What a config and a checkpoint save of a swap, and what loading them reports.
-
-Imports nothing of transformers: its patches call this module, possibly while it is half loaded.
-"""
+"""What a config and a checkpoint save of a swap, and what loading them reports."""
 
 from __future__ import annotations
 
-import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from attnzoo.errors import CheckpointMismatchError, SpecError, SwapWarning
+from attnzoo.errors import SwapWarning
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.names import ARCHITECTURE_PREFIX, NAME, TYPE_PREFIX
 from attnzoo.hf.saving.rope import add_flat_rope
@@ -35,54 +31,80 @@ def saved_implementation(config: Any) -> str | dict[str, Any] | None:
     return NAME if all(value == NAME for value in parts.values()) else {"": NAME, **parts}
 
 
-def saved_config(config: Any, data: dict[str, Any]) -> dict[str, Any]:
-    """Return the plain data of a config with the swap that its model runs.
+def saved_config(config: Any, data: dict[str, Any], *, is_part: bool = False) -> dict[str, Any]:
+    """Return what the config.json of a model holds, with the swap that it runs.
 
-    The spec is omitted if another ``attn_implementation`` has disabled the swap.
+    Stock configs do not save ``attn_implementation``, and loaders of other packages ignore it, so
+    the file has a type and class names, too, that are known only where attnzoo is imported.
+    ``model_type`` of a config in memory is the stock one, which transformers and PEFT look up.
 
     Args:
         config: The config.
-        data: The return value of its stock ``to_dict``, which is changed.
+        data: What its stock ``to_diff_dict`` returns, which is changed.
+        is_part: Whether it is the config of a part of a model.
     """
     if NAME in data and config._attn_implementation not in (None, NAME):
-        del data[NAME]
+        del data[NAME]  # set_attn_implementation has disabled the swap
         data.pop("attn_implementation", None)
     elif hasattr(data.get(NAME), "to_dict"):  # an AttentionSpec
         data[NAME] = data[NAME].to_dict(defaults=True)
     implementation = saved_implementation(config)
     if implementation is not None:
         data["attn_implementation"] = implementation
+        if not is_part:
+            data["model_type"] = TYPE_PREFIX + config.model_type
     if data.get("architectures"):
         prefix = "" if implementation is None else ARCHITECTURE_PREFIX
         data["architectures"] = [prefix + stock_class_name(x) for x in data["architectures"]]
+    for key in read_field(config, "sub_configs", {}):
+        if isinstance(data.get(key), dict):
+            saved_config(read_field(config, key), data[key], is_part=True)
+    if not is_part:
+        add_flat_rope(config, data)
     return data
 
 
-def saved_json(config: Any, text: str) -> str:
-    """Return the text of a config.json, with flat RoPE fields and the type that a saved swap has.
+def loaded_config(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the data of a config.json with the stock type, and register the classes that it names.
 
-    Both are in the file only: transformers reads ``model_type`` of configs in many places.
-
-    Args:
-        config: The config.
-        text: What its stock ``to_json_string`` returns.
+    The names stay in the config, where engines in this process read them. Pipelines, ``transformers
+    serve``, TRL and sentence-transformers look them up in the package transformers.
     """
-    data = json.loads(text)
-    add_flat_rope(config, data)
-    if saved_implementation(config) is not None:
-        data["model_type"] = TYPE_PREFIX + config.model_type
-    return json.dumps(data, indent=2, sort_keys=True) + "\n"
+    family = data.get("model_type")
+    if not (isinstance(family, str) and family.startswith(TYPE_PREFIX)):
+        return data
+    data["model_type"] = family.removeprefix(TYPE_PREFIX)
+    names = data.get("architectures")
+    if not isinstance(names, list):
+        return data
+    several = [register_class(x) for x in names]
+    if any(several):  # an auto class compares the names
+        data["architectures"] = [stock_class_name(x) for x in names]
+    return data
+
+
+def register_class(name: Any) -> bool:
+    """Let ``transformers.AttnzooX`` be the class ``X``, if there is one.
+
+    Returns:
+        Whether an auto class has several classes for the family of ``X``, as that of Funnel.
+    """
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    stock = stock_class_name(name)
+    cls = getattr(transformers, stock, None) if stock != name else None
+    if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):  # untrusted
+        # of the class of the module: transformers itself makes a second module at times
+        setattr(type(transformers), name, cls)
+    several = (x for x in modeling_auto.MODEL_MAPPING_NAMES.values() if isinstance(x, tuple))
+    return any(stock in names for names in several)
 
 
 def is_saved_swap(config: Any) -> bool:
-    """Return whether a config was read from the folder of a swap, which ran when it was saved.
-
-    The config itself may have lost its ``attn_implementation``: ``transformers serve`` passes
-    ``attn_implementation=None`` to ``from_pretrained``, which replaces that of the file.
-    """
+    """Return whether a config was read from the folder of a swap, so that extras are saved too."""
     names = read_field(config, "architectures") or ()
-    has_prefix = any(str(name).startswith(ARCHITECTURE_PREFIX) for name in names)
-    return has_prefix and read_field(config, NAME) is not None
+    return any(str(name).startswith(ARCHITECTURE_PREFIX) for name in names)
 
 
 def stock_class_name(architecture: Any) -> str:
@@ -135,54 +157,36 @@ def _disabled_extras(model: Any) -> Iterator[str]:
             yield from (prefix + key for key in module._modules[NAME].state_dict())
 
 
-def load(from_pretrained: Callable[..., Any], cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the stock ``from_pretrained``; explain errors of swapped models, and report extras.
+def report_missing_extras(model: Any, info: Any) -> None:
+    """Warn if a checkpoint lacks extras that it should have; a new swap has none.
 
-    Raises:
-        CheckpointMismatchError: Weights of a swapped model have other shapes.
-        SpecError: A file with weights of a swapped model cannot be read.
+    Args:
+        model: A swapped model whose weights were read.
+        info: What transformers reports of them, from which extras are removed that need no report.
     """
-    from safetensors import SafetensorError
+    from attnzoo.hf.extras import layer_names, warn
 
-    if NAME in kwargs:
-        raise SpecError(
-            f"from_pretrained takes no argument {NAME!r}. Swap the loaded model, "
-            f"attnzoo.swap(model, {kwargs[NAME]!r}); or set config.attnzoo, and pass config=config "
-            "and attn_implementation='attnzoo'"
+    mark = f".{NAME}."
+    if any(mark in str(key) for key, *_ in info.mismatched_keys):
+        warn(
+            "the checkpoint has parameters of backends in other shapes; it may have been saved "
+            "under another swap"
         )
-    with_info = kwargs.pop("output_loading_info", False)
-    try:
-        model, info = from_pretrained(cls, *args, output_loading_info=True, **kwargs)
-    except (SafetensorError, RuntimeError) as error:
-        from attnzoo.hf.saving.files import has_swap
-
-        path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
-        is_mismatch = isinstance(error, RuntimeError) and "mismatch" in str(error)
-        known = isinstance(error, SafetensorError) or is_mismatch
-        if not known or not has_swap(path, kwargs.get("config")):
-            raise
-        raise (CheckpointMismatchError if is_mismatch else SpecError)(
-            f"The weights in {str(path)!r} cannot be loaded into {cls.__name__} with the swap "
-            f"in its config ({error}). The file may be truncated, or saved under another swap; "
-            "nothing was loaded."
-        ) from error
-    _report_missing_extras(model, info["missing_keys"])
-    return (model, info) if with_info else model
-
-
-def _report_missing_extras(model: Any, missing: Iterable[str]) -> None:
-    """Warn if a checkpoint has only a part of the extras; if it has none, the swap is new."""
-    absent = {key for key in missing if f".{NAME}." in key}
-    if not absent:
-        return
-    from attnzoo.hf.swap.extras import layer_names, warn
-
-    extras = {
-        f"{name}.{NAME}.{key}": (name, id(x))
+    backends = [
+        (name, module._modules[NAME])
         for name, module in model.named_modules()
         if NAME in module._modules
-        for key, x in module._modules[NAME].state_dict(keep_vars=True).items()
-        if key not in module._modules[NAME].optional_buffers
+    ]
+    optional = {f"{name}{mark}{key}" for name, x in backends for key in x.optional_buffers}
+    info.missing_keys -= optional
+    absent = {key for key in info.missing_keys if mark in key}
+    if not absent:
+        return
+    extras = {
+        f"{name}{mark}{key}": (name, id(x))
+        for name, backend in backends
+        for key, x in backend.state_dict(keep_vars=True).items()
+        if key not in backend.optional_buffers
     }
     loaded = {tensor for key, (_, tensor) in extras.items() if key not in absent}  # or shared
     layers = {name for key, (name, tensor) in extras.items() if tensor not in loaded}
@@ -191,3 +195,5 @@ def _report_missing_extras(model: Any, missing: Iterable[str]) -> None:
             f"the checkpoint lacks weights of the backends of {layer_names(layers)}, which are "
             "initialised as in a new swap; it may have been saved under another swap"
         )
+    elif not loaded and not is_saved_swap(model.config):
+        info.missing_keys -= absent

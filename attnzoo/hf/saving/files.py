@@ -18,6 +18,7 @@ from attnzoo.errors import SpecError, UnsupportedError, is_deeply_nested, short_
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.names import NAME
 from attnzoo.hf.pretrained import explain_load_errors, load_pretrained
+from attnzoo.hf.saving.checkpoints import stock_class_name
 from attnzoo.hf.saving.companions import copy_companions
 from attnzoo.spec import AttentionSpec
 
@@ -90,7 +91,7 @@ def model_class(config: Any, path: Path) -> type[PreTrainedModel]:
     """
     names = read_field(config, "architectures")
     first = names[0] if isinstance(names, list) and names else ""
-    cls = getattr(transformers, str(first), None)
+    cls = getattr(transformers, stock_class_name(first), None)
     if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):  # untrusted
         raise SpecError(
             f"{str(path)!r} does not name a model class of transformers (architectures: "

@@ -17,10 +17,10 @@ from torch import nn
 from attnzoo.contract.backend import AttentionBackend
 from attnzoo.errors import AttnzooError, SpecError
 from attnzoo.hf import seam
+from attnzoo.hf.attach import build_backends
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.layers import AttentionLayer, number_in_name
 from attnzoo.hf.names import NAME
-from attnzoo.hf.swap.backends import build_backends
 from attnzoo.spec import AttentionSpec, LayerSpec
 
 

@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from attnzoo.errors import SpecError, UnsupportedError, did_you_mean
-from attnzoo.hf import seam
+from attnzoo.hf import mixins, seam
 from attnzoo.hf.configs import has_field, read_field
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.names import NAME, PRUNED
@@ -101,7 +101,8 @@ def _convert(model: PreTrainedModel, to: str, recurrent: str | None) -> PreTrain
     _set_windows(config, target, windows)
     state = {k: x for k, x in model.state_dict().items() if f".{NAME}." not in k}
     if same:
-        converted: Any = type(model)._from_config(config, dtype=model.dtype)
+        cls: Any = mixins.stock_class(type(model))
+        converted = cls._from_config(config, dtype=model.dtype)
     else:
         if to == FAMILY:
             with _softmax(model):

@@ -11,15 +11,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from attnzoo.contract.backend import AttentionBackend
-from attnzoo.errors import SpecError, did_you_mean
+from attnzoo.errors import SpecError, UnsupportedError, did_you_mean
 from attnzoo.hf import seam
-from attnzoo.hf.layers import AttentionLayer, attention_layers, unwrap_model
-from attnzoo.hf.models.documents import add_document_hooks
-from attnzoo.hf.models.row_positions import add_position_hooks
-from attnzoo.hf.models.speed_up import remove_speed_up
-from attnzoo.hf.names import IN_SWAPPED, NAME
-from attnzoo.hf.release_check import require_working_release
-from attnzoo.hf.swap.backends import (
+from attnzoo.hf.adapters.config import record_swap
+from attnzoo.hf.attach import (
     attach,
     build_backends,
     config_spec,
@@ -28,7 +23,14 @@ from attnzoo.hf.swap.backends import (
     warn_of_image_masks,
     write_config,
 )
-from attnzoo.hf.swap.extras import carry_over
+from attnzoo.hf.extras import carry_over
+from attnzoo.hf.layers import AttentionLayer, attention_layers, unwrap_model
+from attnzoo.hf.models.documents import add_document_hooks
+from attnzoo.hf.models.row_positions import add_position_hooks
+from attnzoo.hf.models.speed_up import remove_speed_up
+from attnzoo.hf.names import IN_SWAPPED, NAME
+from attnzoo.hf.release_check import require_working_release
+from attnzoo.hf.swapped import update_classes
 from attnzoo.hf.unchanged import unchanged_on_error
 from attnzoo.spec import AttentionSpec
 
@@ -87,6 +89,7 @@ def swap(
             f"{type(model).__name__} is not a transformers model; swap takes a PreTrainedModel, "
             "such as AutoModelForCausalLM.from_pretrained(...)"
         )
+    _refuse_part(target)
     by_config = isinstance(attention, Mapping) and not {"backend", "version"} & set(attention)
     if by_config and attention and seam.sub_configs(target.config):
         specs = _submodel_specs(target, attention, options)  # type: ignore[arg-type]
@@ -103,7 +106,18 @@ def swap(
         for submodel, spec, layers, backends in swaps:
             _install(submodel, spec, layers, backends)
         add_position_hooks(target)
+        update_classes(target)
     return model
+
+
+def _refuse_part(target: PreTrainedModel) -> None:
+    """Raise for the encoder or decoder of a model that saves no spec for one of them."""
+    if seam.is_part_of_pair(target):
+        raise UnsupportedError(
+            f"{type(target).__name__} is a part of a model whose config cannot name it, so the "
+            "swap would not be saved; swap the whole model, and name the layers of the part, or "
+            "those that keep their attention, under layers"
+        )
 
 
 def _submodel_specs(
@@ -219,6 +233,9 @@ def restore(model: nn.Module) -> None:
         for inner in seam.pretrained_models(target):
             vars(inner).pop(_ORIGINAL, None)
             vars(inner).pop(IN_SWAPPED, None)
+            for adapter in getattr(inner, "peft_config", {}).values():
+                record_swap(inner, adapter)
+        update_classes(target)
 
 
 @contextmanager

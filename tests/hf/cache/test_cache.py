@@ -14,7 +14,7 @@ import attnzoo
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf.cache.state_layer import StaticStateLayer, state_layer
 from attnzoo.hf.seam import cache_argument
-from tests.hf.conftest import RECURRENT
+from tests.hf.conftest import RECURRENT, recording_cache
 
 GRADIENTS: dict[str, tuple[str, dict[str, Any]]] = {
     **RECURRENT,
@@ -163,8 +163,7 @@ def test_bytes_of_stock_keys_do_grow(llama, ids):
 @pytest.mark.parametrize("removed", [0, 1, 4, 6, 10])
 def test_crop_removes_recorded_tokens(model, ids, padding, removed):
     mask = padding("left", (12, 9, 8))
-    cache = hf.DynamicCache()
-    cache.activate_past_recording()
+    cache = recording_cache()
     step(model, cache, ids[:, :2], attention_mask=mask[:, :2])
     cache.crop(0)
     for begin, end in ((2, 7), (7, 8), (8, 12)):
@@ -200,8 +199,7 @@ def test_crop_refuses_tokens_that_were_not_recorded(model, ids):
 def test_a_copy_of_a_recording_cache_continues_and_is_cropped(save, kept, model, ids, padding):
     """A pickle does not contain the model, which the state without earlier tokens needs."""
     mask = padding("left", (12, 9, 8))
-    cache = hf.DynamicCache()
-    cache.activate_past_recording()
+    cache = recording_cache()
     step(model, cache, ids[:, :3], attention_mask=mask[:, :3])
     step(model, cache, ids[:, 3:8], attention_mask=mask[:, :8])
     other = save(cache)
@@ -213,8 +211,7 @@ def test_a_copy_of_a_recording_cache_continues_and_is_cropped(save, kept, model,
 
 
 def test_a_pickle_has_no_recorded_calls(model, ids):
-    cache = hf.DynamicCache()
-    cache.activate_past_recording()
+    cache = recording_cache()
     step(model, cache, ids[:, :8])
     other = pickle.loads(pickle.dumps(cache))
     assert copy.deepcopy(cache).crop(-3) is None
@@ -254,9 +251,8 @@ def test_a_prefill_without_gradients_is_continued_with_them(spec, llama, ids):
 def test_calls_in_inference_mode_are_replayed_outside_it(spec, llama, ids):
     backend, options = GRADIENTS[spec]
     model = attnzoo.swap(llama(), backend, **options)
-    caches = hf.DynamicCache(), hf.DynamicCache()
+    caches = recording_cache(), recording_cache()
     for cache, mode in zip(caches, (torch.no_grad, torch.inference_mode), strict=True):
-        cache.activate_past_recording()
         with mode():
             model(ids, **cache_argument(cache))
         cache.crop(-3)

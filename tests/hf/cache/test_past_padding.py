@@ -12,6 +12,7 @@ import attnzoo
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf.cache import past_padding
 from attnzoo.hf.seam import cache_argument
+from tests.hf.conftest import recording_cache
 
 
 @pytest.fixture
@@ -134,8 +135,7 @@ def test_selected_and_repeated_rows_keep_their_padding(linear, ids, mask):
 
 
 def test_cropped_tokens_may_be_replaced_by_others(linear, ids, mask):
-    cache = hf.DynamicCache()
-    cache.activate_past_recording()
+    cache = recording_cache()
     step(linear, cache, ids, mask, 0, 8)
     step(linear, cache, ids, mask, 8, 12)
     cache.crop(-3)

@@ -64,10 +64,7 @@ def test_a_checkpoint_may_lack_a_count_of_calls(name, llama, ids, tmp_path):
         model, info = hf.AutoModelForCausalLM.from_pretrained(
             tmp_path, config=config, attn_implementation="attnzoo", output_loading_info=True
         )
-    assert not [key for key in info["missing_keys"] if key.endswith("calls")]
-    assert len([key for key in info["missing_keys"] if key.endswith("projection")]) == (
-        2 if name == "performer" else 0
-    )
+    assert not info["missing_keys"]  # a new swap lacks nothing
     for layer in model.model.layers:
         assert layer.self_attn.attnzoo.calls == 0
     swapped = attnzoo.swap(llama(), name, redraw=2)
@@ -115,32 +112,17 @@ def test_weights_of_other_shapes_raise_the_error_of_transformers(llama, llama_co
     config = hf.AutoConfig.from_pretrained(tmp_path)
     config.num_attention_heads = 8
     config.head_dim = 4
-    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes") as caught:
+    with (
+        pytest.warns(attnzoo.SwapWarning, match="saved under another swap"),
+        pytest.raises(RuntimeError, match="ignore_mismatched_sizes"),
+    ):
         hf.AutoModelForCausalLM.from_pretrained(tmp_path, config=config)
-    assert isinstance(caught.value, SpecError)
-    assert "with the swap in its config" in str(caught.value)
-    model, info = hf.AutoModelForCausalLM.from_pretrained(
-        tmp_path, config=config, ignore_mismatched_sizes=True, output_loading_info=True
-    )
+    with pytest.warns(attnzoo.SwapWarning, match="parameters of backends in other shapes"):
+        model, info = hf.AutoModelForCausalLM.from_pretrained(
+            tmp_path, config=config, ignore_mismatched_sizes=True, output_loading_info=True
+        )
     assert any("attnzoo" in key[0] for key in info["mismatched_keys"])
     backend = model.model.layers[0].self_attn.attnzoo
     drawn = {name: x.clone() for name, x in backend.named_parameters()}
     backend.reset_parameters()
     assert all(torch.equal(x, drawn[name]) for name, x in backend.named_parameters())
-
-
-def test_output_attentions_in_the_config(llama, ids, tmp_path):
-    model = llama()
-    with torch.no_grad():
-        expected = model(ids, output_attentions=True).attentions
-    attnzoo.swap(model, "softmax")
-    model.config.output_attentions = True
-    model.config.validate()
-    model.save_pretrained(tmp_path)
-    for each in (model, hf.AutoModelForCausalLM.from_pretrained(tmp_path)):
-        with torch.no_grad():
-            found = each(ids).attentions
-        torch.testing.assert_close(torch.stack(found), torch.stack(expected))
-    model.set_attn_implementation("sdpa")
-    with pytest.raises(ValueError, match="output_attentions"):
-        model.config.output_attentions = True

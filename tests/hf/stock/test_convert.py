@@ -132,6 +132,7 @@ def test_a_family_with_windows_holds_its_own(family):
     spec = attnzoo.AttentionSpec("softmax", layers={"0,2": f"softmax:window={W}"})
     swapped = attnzoo.swap(model, spec)
     converted = attnzoo.convert(swapped, family)
+    assert type(converted) is type(model_of(family))
     assert [x.geometry.window for x in module.attention_layers(converted)] == [W, None, W]
     torch.testing.assert_close(logits(converted, "eager"), logits(swapped), rtol=1e-4, atol=1e-4)
 

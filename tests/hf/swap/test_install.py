@@ -101,7 +101,7 @@ def test_extras_are_attached_when_a_model_is_built(llama_config):
 
 
 def test_every_backend_is_attached_once(llama_config, monkeypatch):
-    from attnzoo.hf.swap import backends
+    from attnzoo.hf import attach as backends
 
     attached = []
     original = backends.attach
@@ -246,18 +246,6 @@ def saved(stock, tmp_path) -> Path:
     return tmp_path / "saved"
 
 
-def test_truncated_file(saved):
-    file = saved / "model.safetensors"
-    content = file.read_bytes()
-    file.write_bytes(content[: len(content) // 2])
-    with pytest.raises(
-        SpecError, match=r"saved' cannot be loaded into LlamaForCausalLM .* truncated"
-    ):
-        load(saved)
-    with pytest.raises(SpecError, match="truncated"):
-        hf.LlamaForCausalLM.from_pretrained(pretrained_model_name_or_path=saved)
-
-
 @pytest.fixture
 def report(monkeypatch) -> list[str]:
     """Collect what transformers logs while it loads."""
@@ -274,7 +262,10 @@ def test_mismatching_extras_are_named(saved, report):
     name = next(n for n in tensors if n.endswith("layers.1.self_attn.attnzoo.gate.bias"))
     tensors[name] = torch.zeros(3, 3)
     save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(SpecError, match=r"(?s)mismatch.*saved under another swap"):
+    with (
+        pytest.warns(attnzoo.SwapWarning, match="saved under another swap"),
+        pytest.raises(RuntimeError, match="mismatch"),
+    ):
         load(saved)
     assert "attnzoo.gate.bias" in "".join(report)
 
@@ -283,7 +274,10 @@ def test_extras_of_another_spec_are_refused(saved, tmp_path):
     config = json.loads((saved / "config.json").read_text())
     config["attnzoo"]["options"] = {"gate": "gated_retention"}  # whose weights have other shapes
     (saved / "config.json").write_text(json.dumps(config))
-    with pytest.raises(SpecError, match=r"(?s)mismatch.*saved under another swap"):
+    with (
+        pytest.warns(attnzoo.SwapWarning, match="saved under another swap"),
+        pytest.raises(RuntimeError, match="mismatch"),
+    ):
         load(saved)
 
 
@@ -303,11 +297,11 @@ def test_implementation_without_a_spec(stock):
 
 
 def test_spec_without_an_implementation(stock):
-    """The default would run without the swap; tests/hf/swap/test_switching.py requests it."""
+    """The spec is what was asked for; tests/hf/swap/test_switching.py disables it."""
     config = hf.AutoConfig.from_pretrained(stock)
     config.attnzoo = attnzoo.AttentionSpec("linear").to_dict()
-    with pytest.raises(SpecError, match=r"backend 'linear'.*pass attn_implementation='attnzoo'"):
-        hf.AutoModelForCausalLM.from_pretrained(stock, config=config)
+    model = hf.AutoModelForCausalLM.from_pretrained(stock, config=config)
+    assert {row.backend for row in attnzoo.describe(model)} == {"linear"}
 
 
 @pytest.mark.parametrize(

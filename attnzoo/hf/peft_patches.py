@@ -1,11 +1,10 @@
-"""Every patch of PEFT and of transformers' own adapters, one function per patched module.
+"""Every patch of PEFT, with the reason why it is not a method of a class of ours.
 
-See :mod:`attnzoo.hf.patches`.
+See :mod:`attnzoo.hf.patches`. PEFT wraps a model in classes of its own.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,7 +17,31 @@ from attnzoo.hf.names import LOADED, NAME
 if TYPE_CHECKING:
     from torch import nn
 
-
+# The patched attributes by module, and why no method of a swapped model can do it
+REASONS = {
+    "peft.config": {
+        "PeftConfigMixin.to_dict": "an adapter's file names the swap that it was trained for",
+        "PeftConfigMixin.from_peft_type": "it would refuse or lose that name",
+        "PeftConfigMixin.from_pretrained": "a config that was read is checked, a new one completed",
+    },
+    "peft.tuners.tuners_utils": {
+        "BaseTuner.inject_adapter": "backends are trained and saved with the adapter",
+        "BaseTuner.merge_adapter": "backends of an adapter that is not active would not be merged",
+        "BaseTuner.merge_and_unload": "wrappers of backends would stay, or lose what was trained",
+        "BaseTuner.unload": "the same",
+    },
+    "peft.peft_model": {
+        "PeftModel.add_adapter": "prompts have no tuner, and train backends too",
+        "PeftModel.load_adapter": "an adapter of the same name may be of another swap",
+        "PeftModel.disable_adapter": "PEFT leaves the backends of prompts on",
+        "PeftModel.save_pretrained": "the swap of now is saved, and trained backends are not lost",
+        "PeftModel.get_prompt": "a prefix is told from tokens that ran before the swap",
+    },
+    "peft.auto": {"_BaseAutoPeftModel.from_pretrained": "it loads the base model, not swapped"},
+    "peft.utils.hotswap": {
+        "hotswap_adapter_from_state_dict": "it knows no modules beside the layers of the adapter"
+    },
+}
 INIT = "init_lora_weights"
 # whether a model gets the swap of the adapter that is added to it
 APPLY_SWAP = ContextVar("APPLY_SWAP", default=False)
@@ -69,6 +92,18 @@ def patch_adapter_configs(config: Any) -> None:
     cls.from_pretrained = classmethod(from_pretrained_and_note)
 
 
+def _prepare_adapter(model: nn.Module, peft_config: Any) -> None:
+    """Swap the model as the adapter records it, where that is asked; check or record the swap."""
+    from attnzoo.hf.adapters import config, extras
+
+    spec = vars(peft_config).get(NAME)
+    if APPLY_SWAP.get() and spec is not None and config.current_swap(model) is None:
+        from attnzoo.hf.swap.convert import swap
+
+        swap(model, spec)
+    extras.prepare_adapter(model, peft_config)
+
+
 def patch_tuners(tuners_utils: Any) -> None:
     """Add the backends to an adapter when it is injected, and keep the right ones in a merge."""
     cls = tuners_utils.BaseTuner
@@ -81,10 +116,9 @@ def patch_tuners(tuners_utils: Any) -> None:
     def inject_adapter_with_extras(
         self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
     ) -> None:
-        from attnzoo.hf.adapters import extras
         from attnzoo.hf.unchanged import unchanged_on_error
 
-        extras.prepare_adapter(model, self.peft_config[adapter_name])
+        _prepare_adapter(model, self.peft_config[adapter_name])
         with unchanged_on_error(model):
             inject_adapter(self, model, adapter_name, *args, **kwargs)
 
@@ -120,97 +154,24 @@ def patch_tuners(tuners_utils: Any) -> None:
     cls.merge_and_unload, cls.unload = merge_and_unload_with_extras, unload_with_extras
 
 
-def patch_lora_conversion(conversion: Any) -> None:
-    """Keep the backends of an adapter, and the swap, where PEFT converts it to LoRA."""
-    if not mark_patched(conversion):
-        return
-    convert_to_lora = conversion.convert_to_lora
-
-    @wraps(convert_to_lora)
-    def convert_to_lora_with_extras(
-        model: nn.Module, rank: float, adapter_name: str = "default", *args: Any, **kwargs: Any
-    ) -> tuple[Any, dict[str, Any]]:
-        from attnzoo.hf.adapters import extras
-
-        config, state = convert_to_lora(model, rank, adapter_name, *args, **kwargs)
-        extras.complete_conversion(model, adapter_name, config, state)
-        return config, state
-
-    for name in ("peft.tuners.lora.conversion", "peft.tuners.lora", "peft.tuners", "peft"):
-        module = sys.modules.get(name)
-        if getattr(module, "convert_to_lora", None) is convert_to_lora:
-            module.convert_to_lora = convert_to_lora_with_extras  # type: ignore[union-attr]
-
-
-def _refusing_lost_prompts(prepare: Any) -> Any:
-    """Return PEFT's preparation of a generation step, which raises if it would repeat a prompt."""
-
-    @wraps(prepare)
-    def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from attnzoo.hf.adapters.config import refuse_repeated_prompt
-
-        refuse_repeated_prompt(self, prepare)
-        return prepare(self, *args, **kwargs)
-
-    return prepare_inputs_for_generation
-
-
 def patch_adapter_models(peft_model: Any) -> None:
-    """Do the same for methods without a tuner (prompts), and check what an adapter saves."""
+    """Do the same for methods without a tuner (prompts), and check what an adapter loads and saves.
+
+    The cache of a prefix gets a mark, by which a backend knows that its keys are of no tokens.
+    """
     cls = peft_model.PeftModel
     if not mark_patched(cls):
         return
-    init, add_adapter = cls.__init__, cls.add_adapter
+    add_adapter, load_adapter = cls.add_adapter, cls.load_adapter
     disable_adapter, save_pretrained = cls.disable_adapter, cls.save_pretrained
-    _patch_loading(cls)
-    _patch_prompts(peft_model)
-
-    @wraps(init)
-    def init_with_extras(
-        self: Any, model: nn.Module, peft_config: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        from attnzoo.hf.adapters import extras
-
-        if APPLY_SWAP.get():
-            extras.apply_swap(model, peft_config)
-        extras.prepare_adapter(model, peft_config)
-        init(self, model, peft_config, *args, **kwargs)
+    get_prompt = cls.get_prompt
 
     @wraps(add_adapter)
     def add_adapter_with_extras(
         self: Any, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any
     ) -> None:
-        from attnzoo.hf.adapters import extras
-
-        extras.prepare_adapter(self.base_model, peft_config)
+        _prepare_adapter(self.base_model, peft_config)
         add_adapter(self, adapter_name, peft_config, *args, **kwargs)
-
-    @wraps(disable_adapter)
-    @contextmanager
-    def disable_adapter_and_extras(self: Any) -> Iterator[None]:
-        from attnzoo.hf.adapters import extras
-
-        with disable_adapter(self), extras.disabled_extras(self):
-            yield
-
-    @wraps(save_pretrained)
-    def save_pretrained_with_swap(self: Any, *args: Any, **kwargs: Any) -> None:
-        from attnzoo.hf.adapters import extras
-        from attnzoo.hf.saving.card import complete_adapter_card
-
-        extras.prepare_save(self)
-        save_pretrained(self, *args, **kwargs)
-        folder = args[0] if args else kwargs["save_directory"]
-        complete_adapter_card(self, folder)
-
-    cls.__init__, cls.add_adapter = init_with_extras, add_adapter_with_extras
-    cls.disable_adapter, cls.save_pretrained = disable_adapter_and_extras, save_pretrained_with_swap
-
-
-def _patch_loading(cls: Any) -> None:
-    """Check what an adapter loads, and leave the model as it was if it cannot be loaded."""
-    load_adapter = cls.load_adapter
-    from_pretrained: Any = vars(cls)["from_pretrained"].__func__
 
     @wraps(load_adapter)
     def load_adapter_of_the_swap(
@@ -227,21 +188,23 @@ def _patch_loading(cls: Any) -> None:
                 extras.refuse_unread_extras(self, [x for x in error.args if f".{NAME}." in str(x)])
                 raise
 
-    @wraps(from_pretrained)
-    def from_pretrained_or_unchanged(cls: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        from attnzoo.hf.unchanged import unchanged_on_error
+    @contextmanager
+    @wraps(disable_adapter)
+    def disable_adapter_and_extras(self: Any) -> Iterator[None]:
+        from attnzoo.hf.adapters import extras
 
-        with unchanged_on_error(model):
-            return from_pretrained(cls, model, *args, **kwargs)
+        with disable_adapter(self), extras.disabled_extras(self):
+            yield
 
-    cls.load_adapter = load_adapter_of_the_swap
-    cls.from_pretrained = classmethod(from_pretrained_or_unchanged)
+    @wraps(save_pretrained)
+    def save_pretrained_with_swap(self: Any, *args: Any, **kwargs: Any) -> None:
+        from attnzoo.hf.adapters import extras
+        from attnzoo.hf.saving.card import complete_adapter_card
 
-
-def _patch_prompts(peft_model: Any) -> None:
-    """Mark the virtual tokens of a prefix, and refuse a generation that would repeat a prompt."""
-    cls = peft_model.PeftModel
-    get_prompt = cls.get_prompt
+        extras.prepare_save(self)
+        save_pretrained(self, *args, **kwargs)
+        folder = args[0] if args else kwargs["save_directory"]
+        complete_adapter_card(self, folder)
 
     @wraps(get_prompt)
     def get_prompt_with_mark(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -251,9 +214,8 @@ def _patch_prompts(peft_model: Any) -> None:
         mark_virtual_tokens(prompt)
         return prompt
 
-    for wrapper in (peft_model.PeftModelForCausalLM, peft_model.PeftModelForSeq2SeqLM):
-        prepare = wrapper.prepare_inputs_for_generation
-        wrapper.prepare_inputs_for_generation = _refusing_lost_prompts(prepare)
+    cls.add_adapter, cls.load_adapter = add_adapter_with_extras, load_adapter_of_the_swap
+    cls.disable_adapter, cls.save_pretrained = disable_adapter_and_extras, save_pretrained_with_swap
     cls.get_prompt = get_prompt_with_mark
 
 
@@ -297,46 +259,9 @@ def patch_hotswap(hotswap: Any) -> None:
     hotswap.hotswap_adapter_from_state_dict = hotswap_adapter_of_the_swap
 
 
-def patch_adapter_mixin(integration: Any) -> None:
-    """Check and enable adapters that transformers itself adds, as those of ``PeftModel``."""
-    cls = integration.PeftAdapterMixin
-    if not mark_patched(cls):
-        return
-    load_adapter, enable_adapters = cls.load_adapter, cls.enable_adapters
-
-    @wraps(load_adapter)
-    def load_adapter_of_the_swap(
-        self: Any, peft_model_id: Any = None, adapter_name: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        from attnzoo.hf.adapters import extras
-        from attnzoo.hf.unchanged import unchanged_on_error
-
-        name = adapter_name or "default"
-        options = {**kwargs, **(kwargs.get("adapter_kwargs") or {})}
-        if (config := kwargs.get("peft_config")) is not None:
-            extras.check_replacement(self, name, vars(config))
-        elif peft_model_id is not None:
-            extras.check_saved_replacement(self, name, peft_model_id, options)
-        with unchanged_on_error(self):
-            info = load_adapter(self, peft_model_id, adapter_name, *args, **kwargs)
-            extras.load_extras(self, name, peft_model_id, options, info)
-        return info
-
-    @wraps(enable_adapters)
-    def enable_adapters_and_extras(self: Any) -> None:
-        from attnzoo.hf.adapters import extras
-
-        enable_adapters(self)
-        extras.enable_extras(self)
-
-    cls.load_adapter, cls.enable_adapters = load_adapter_of_the_swap, enable_adapters_and_extras
-
-
 _PATCHES = {
-    "transformers.integrations.peft": patch_adapter_mixin,
     "peft.config": patch_adapter_configs,
     "peft.tuners.tuners_utils": patch_tuners,
-    "peft.tuners.lora.conversion": patch_lora_conversion,
     "peft.peft_model": patch_adapter_models,
     "peft.auto": patch_auto_models,
     "peft.utils.hotswap": patch_hotswap,

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import re
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -20,18 +16,15 @@ from attnzoo.errors import SpecError, UnsupportedError
 from attnzoo.hf import seam
 from attnzoo.hf.attention.call import add_hook, layer_backend
 from attnzoo.hf.configs import has_field, read_field
+from attnzoo.hf.extras import layer_names, warn
 from attnzoo.hf.layers import AttentionLayer, attention_layers, has_image_mask
 from attnzoo.hf.models.documents import add_document_hooks, remove_document_hooks
 from attnzoo.hf.models.row_positions import add_position_hooks, remove_position_hooks
-from attnzoo.hf.names import IN_SWAPPED, NAME, REQUESTED
+from attnzoo.hf.names import IN_SWAPPED, NAME
 from attnzoo.hf.release_check import require_working_release
-from attnzoo.hf.swap.extras import layer_names, warn
 from attnzoo.registry import build_backend
 from attnzoo.spec import AttentionSpec
 
-_EXTRAS_ARE_NEW = ContextVar("_EXTRAS_ARE_NEW", default=False)
-Change = Callable[[nn.Module], None]
-_WHEN_BUILT: ContextVar[Change | None] = ContextVar("_WHEN_BUILT", default=None)
 FAMILIES = "BERT, CLIP, Gemma, GPT-2, Llama, Mistral, Phi-3, Qwen, T5, ViT, Whisper"
 
 
@@ -233,19 +226,23 @@ def write_config(config: Any, spec: AttentionSpec) -> None:
     config.attn_implementation = NAME
 
 
-def attach_when_built(model: PreTrainedModel) -> None:
-    """Build and attach the backends of a config's spec; runs in the model's ``post_init``."""
-    data = read_field(model.config, NAME)
+def attach_when_built(model: PreTrainedModel, outer: Any) -> None:
+    """Build and attach the backends of a config's spec; runs when the model has its modules.
+
+    Args:
+        model: The model.
+        outer: The spec of the model that is being built around it, which may serve its layers.
+    """
+    data = config_spec(model)
     implementation = model.config._attn_implementation
     if data is None and implementation != NAME:
         if any(has_field(inner, NAME) for inner in seam.sub_configs(model.config).values()):
             add_position_hooks(model)  # for a submodel with a swap of its own
         return
     require_working_release()
-    enclosing = _enclosing_model(model)
-    if enclosing is not None:
-        if data in (None, config_spec(enclosing)):
-            return  # the post_init of the enclosing model attaches the backends
+    if outer is not None:
+        if data in (None, outer):
+            return  # the outer model attaches the backends
         vars(model)[IN_SWAPPED] = True
     if data is None:
         raise SpecError(
@@ -266,63 +263,13 @@ def attach_when_built(model: PreTrainedModel) -> None:
         attach(rest, backends)
         add_position_hooks(model)
         add_document_hooks(model)
-        _ignore_when_missing(model, backends)
     if implementation == NAME:
         write_config(model.config, spec)
 
 
-@contextmanager
-def extras_are_new() -> Iterator[None]:
-    """Context in which models are built for weights that were saved without a swap.
-
-    transformers then does not report the parameters of backends as missing.
-    """
-    token = _EXTRAS_ARE_NEW.set(True)
-    try:
-        yield
-    finally:
-        _EXTRAS_ARE_NEW.reset(token)
-
-
-@contextmanager
-def when_built(change: Change) -> Iterator[None]:
-    """Context in which models change as soon as they are built, before they get weights.
-
-    Args:
-        change: Called with each model and each submodel, at the end of its ``post_init``.
-    """
-    token = _WHEN_BUILT.set(change)
-    try:
-        yield
-    finally:
-        _WHEN_BUILT.reset(token)
-
-
-def change_when_built(model: nn.Module) -> None:
-    """Change a model as :func:`when_built` says; runs at the end of the model's ``post_init``."""
-    change = _WHEN_BUILT.get()
-    if change is not None:
-        change(model)
-
-
-def _ignore_when_missing(model: Any, backends: Iterable[AttentionBackend]) -> None:
-    """Keep tensors that a checkpoint may lack out of the report that transformers prints."""
-    new = _EXTRAS_ARE_NEW.get()
-    keys = {k for x in backends for k in (x.state_dict() if new else x.optional_buffers)}
-    patterns = {rf"\.{NAME}\.{re.escape(key)}$" for key in keys}
-    known = model._keys_to_ignore_on_load_missing or ()
-    model._keys_to_ignore_on_load_missing = {*known, *patterns}
-
-
 def _check_disabled(model: PreTrainedModel, spec: Any, implementation: str) -> None:
-    """Warn that a model is built with its swap disabled, or raise if that was not requested."""
+    """Warn that a model is built with its swap disabled."""
     backend = spec.get("backend") if isinstance(spec, Mapping) else spec
-    if not vars(model).get(REQUESTED):
-        raise SpecError(
-            f"config.attnzoo names backend {backend!r}, but no attn_implementation is given, and "
-            f"the default is {implementation!r}; pass attn_implementation='attnzoo', or delete "
-            "config.attnzoo"
-        )
     if seam.is_of_another_package(implementation):
         raise SpecError(
             f"config.attnzoo names backend {backend!r}, but attn_implementation="
@@ -335,20 +282,3 @@ def _check_disabled(model: PreTrainedModel, spec: Any, implementation: str) -> N
         f"swap to {backend!r} in its config is disabled. "
         "model.set_attn_implementation('attnzoo') enables it"
     )
-
-
-def _enclosing_model(model: PreTrainedModel) -> PreTrainedModel | None:
-    """Return the swapped model whose ``__init__`` builds ``model``, found on the call stack.
-
-    Submodels are built first, but only the enclosing model has all layers.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "__init__":
-            other = frame.f_locals.get("self")
-            if isinstance(other, PreTrainedModel) and other is not model:
-                config = getattr(other, "config", None)
-                if read_field(config, NAME) is not None:
-                    return other
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
