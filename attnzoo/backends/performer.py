@@ -225,8 +225,8 @@ class PerformerBackend(RecurrentBackend):
                 shift = key_shift(projection, floor=floor)
             else:
                 shift = measured_shift(inputs.k, projection, padding_mask=mask.padding, **options)
-            q = positive_queries(inputs.q, projection, shift, **options, impl=self.feature_impl)
-            k = positive_keys(inputs.k, projection, shift, **options, impl=self.feature_impl)
+            q = positive_queries(inputs.q, projection, shift, **options)
+            k = positive_keys(inputs.k, projection, shift, **options)
         return q, fill_padding(k, mask.padding)
 
     def linear_branch(self, inputs: AttentionInputs, projection: Tensor) -> LinearBranch:
@@ -234,14 +234,9 @@ class PerformerBackend(RecurrentBackend):
         assert self.far_log_weight is not None
         scale, shift = inputs.scale, key_shift(projection)
         q, log_scale = scaled_queries(inputs.q, projection, shift, scale=scale)
-        k = positive_keys(inputs.k, projection, shift, scale=scale, impl=self.feature_impl)
+        k = positive_keys(inputs.k, projection, shift, scale=scale)
         log_weight = log_scale + self.far_log_weight.to(q.dtype).view(1, -1, 1, 1)
         return LinearBranch(q, k, log_weight, relative=False)
-
-    @property
-    def feature_impl(self) -> str:
-        """The implementation of the features, which exist in torch only."""
-        return "reference" if self.config.impl == "reference" else "torch"
 
     def attend_in_blocks(self, inputs: AttentionInputs, projection: Tensor) -> AttentionOutput:
         """Run linear attention on features; causal calls on a CPU run block after block.

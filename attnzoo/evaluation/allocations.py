@@ -25,7 +25,6 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from attnzoo.errors import AttnzooError, UnsupportedError
-from attnzoo.runtime.memory import buffer_bytes
 
 REAL_ELEMENTS = 2**24  # tensors of integers with more elements are fake
 
@@ -33,8 +32,7 @@ REAL_ELEMENTS = 2**24  # tensors of integers with more elements are fake
 class AllocationTracker(TorchDispatchMode):
     """Count the bytes of the storages that operations on fake tensors create.
 
-    Buffers that a kernel allocates and frees within one operation are counted where the operator
-    registers them (``register_buffer_bytes``).
+    Buffers that a kernel allocates and frees within one operation are not counted.
 
     Attributes:
         current: Bytes of the counted storages that are alive.
@@ -63,8 +61,6 @@ class AllocationTracker(TorchDispatchMode):
         result = _run(func, args, kwargs, inputs)
         for x in _tensors(result):
             self._add(x, x.untyped_storage().nbytes())
-        buffers = buffer_bytes(func.name(), *args, **kwargs)
-        self.peak = max(self.peak, self.current + buffers)
         return result
 
     def _add(self, x: Tensor, count: int) -> None:

@@ -9,7 +9,6 @@ from functools import cache, lru_cache
 from itertools import accumulate
 from mmap import PAGESIZE
 from operator import mul
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,18 +47,6 @@ def pad_to_simd(x: Tensor) -> Tensor:
     padded[..., :size] = x
     padded[..., size:] = 0
     return padded
-
-
-def simd_bytes(dtype: torch.dtype, *tensors: Tensor) -> int:
-    """Return the bytes of some tensors in another data type, with rows padded as by pad_to_simd."""
-    rows = ((x.numel() // max(x.shape[-1], 1), x.shape[-1]) for x in tensors)
-    return sum(count * (size + -size % LANES) for count, size in rows) * dtype.itemsize
-
-
-def simd_copy_bytes(dtype: torch.dtype, *tensors: Tensor | None) -> int:
-    """Return the bytes of the copies that ``pad_to_simd(x.to(dtype))`` makes of some tensors."""
-    given = (x for x in tensors if x is not None)
-    return simd_bytes(dtype, *(x for x in given if x.dtype != dtype or x.shape[-1] % LANES))
 
 
 # What the names of a kernel's functions end with, by the dtype of the computation
@@ -138,37 +125,6 @@ def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     sizes = accumulate(reversed(shape), mul, initial=1)
     steps = zip(reversed(shape), reversed(strides), sizes, strict=False)
     return all(step == size or count == 1 for count, step, size in steps)
-
-
-_buffer_bytes: dict[str, Callable[..., int]] = {}  # by the name of an operator
-
-
-def register_buffer_bytes(
-    op: torch.library.CustomOpDef,
-) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Decorator: the function returns the bytes that a custom operator allocates and frees.
-
-    The function gets the operator's arguments, perhaps without data. ``attnzoo memory`` counts
-    these bytes in addition to the outputs.
-    """
-
-    def register(function: Callable[..., int]) -> Callable[..., int]:
-        _buffer_bytes[op._qualname] = function
-        return function
-
-    return register
-
-
-def buffer_bytes(name: str, *args: Any, **kwargs: Any) -> int:
-    """Return the bytes that an operator allocates and frees; 0 if they are not registered.
-
-    Args:
-        name: Name of the operator, such as ``"attnzoo::delta_cpp"``.
-        args: Its arguments.
-        kwargs: Its arguments by name.
-    """
-    function = _buffer_bytes.get(name)
-    return 0 if function is None else function(*args, **kwargs)
 
 
 def unpad(x: Tensor, size: int) -> Tensor:

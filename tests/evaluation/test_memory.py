@@ -89,32 +89,6 @@ def test_computed_memory_is_the_measured_memory(configs, model, attention, optio
             assert computed[name] == pytest.approx(real, rel=0.02, abs=11000), name
 
 
-INDEXER = {"score": "indexer", "block_size": 1, "top_k": 16, "window": 16, "num_sinks": 0}
-
-
-@pytest.mark.filterwarnings("ignore:block_sparse. the indexer is not trained")
-@pytest.mark.parametrize(
-    ("attention", "options", "dtype"),
-    [
-        ("delta", {}, "bfloat16"),
-        pytest.param("block_sparse", INDEXER, "float32", marks=pytest.mark.exhaustive),
-        ("reformer", {}, "float32"),
-        pytest.param("delta", {}, "float32", marks=pytest.mark.exhaustive),
-        pytest.param("block_sparse", {}, "bfloat16", marks=pytest.mark.exhaustive),
-        pytest.param("reformer", {}, "bfloat16", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_buffers_of_kernels_count(tmp_path, attention, options, dtype):
-    """In a model that is attention for the most part, with heads that kernels pad and convert."""
-    sizes = SIZES | {"hidden_size": 96, "intermediate_size": 16, "num_attention_heads": 4}
-    LlamaConfig(**sizes, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
-    trial = estimator(tmp_path, attention, options=options, dtype=dtype)
-    use = trial.compute(512)
-    computed, measured = use.to_dict(), measure(trial, 512, use)
-    for name in ("inference", "training", "training_checkpointed"):
-        assert computed[name] == pytest.approx(measured[name], rel=0.1), name
-
-
 class Optimized(nn.ModuleDict):
     """An embedding, a matrix, and what is too small for 8 bits."""
 

@@ -5,7 +5,7 @@ Other letters: M query blocks, K selected blocks, A heads with a selection of th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,15 +23,14 @@ from attnzoo.ops.block_sparse.options import (
     SparseStep,
 )
 from attnzoo.ops.block_sparse.selection import (
-    MAX_SCORES,
     count_key_blocks,
     count_query_blocks,
     select_blocks,
 )
 from attnzoo.ops.block_sparse.triton import run as triton
 from attnzoo.runtime.autocast import autocast_disabled
-from attnzoo.runtime.derivatives import check_reverse_mode, refuse_derivative
-from attnzoo.runtime.memory import register_buffer_bytes, simd_bytes
+from attnzoo.runtime.custom_ops import differentiable_op
+from attnzoo.runtime.derivatives import check_reverse_mode
 
 Select = Callable[[SparseCall], Tensor]
 Forward = Callable[[SparseTensors], tuple[Tensor, Tensor]]
@@ -44,7 +43,6 @@ class SparseOperators:
 
     select: Any
     forward: Any
-    backward: Any
 
     def run(self, call: SparseCall) -> Tensor:
         """Select blocks and attend to them, ``[B, H, T, E]`` in the dtype of the values."""
@@ -80,22 +78,16 @@ def sparse_operators(
         backward: Returns the gradients of q, k and v.
     """
     select_op = _select_operator(f"attnzoo::block_sparse_select_{name}", select)
-    forward_op = _forward_operator(f"attnzoo::block_sparse_forward_{name}", forward)
-    backward_op = _backward_operator(f"attnzoo::block_sparse_backward_{name}", backward)
-
-    def run_backward(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Any, ...]:
-        *tensors, out, lse = ctx.saved_tensors
-        gradients = backward_op(d_out, out, lse, *tensors, ctx.scale, ctx.options)
-        return (*gradients, *[None] * 5)
-
-    forward_op.register_autograd(run_backward, setup_context=_setup_context)
-    refuse_derivative(backward_op, "block_sparse_attention")
-    return SparseOperators(select_op, forward_op, backward_op)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.scale, ctx.options = inputs
-    ctx.save_for_backward(*tensors, *output)
+    forward_op, _ = differentiable_op(
+        f"attnzoo::block_sparse_{name}",
+        _forward(forward),
+        _backward(backward),
+        fake=_fake_forward,
+        save=lambda inputs, output: output,
+        num_saved=2,
+        op="block_sparse_attention",
+    )
+    return SparseOperators(select_op, forward_op)
 
 
 def _select_operator(name: str, run: Select) -> Any:
@@ -126,7 +118,6 @@ def _select_operator(name: str, run: Select) -> Any:
             return run(call)
 
     select.register_fake(_fake_selection)
-    register_buffer_bytes(select)(_selection_bytes)
     return select
 
 
@@ -139,10 +130,9 @@ def _fake_selection(q: Tensor, k: Tensor, *others: Any) -> Tensor:
     return q.new_empty(q.shape[0], heads, query_blocks, kept, dtype=torch.int32)
 
 
-def _forward_operator(name: str, run: Forward) -> Any:
-    """Define the operator of the output ``[B, H, T, E]`` and log-sum-exp ``[B, H, T, 1]``."""
+def _forward(run: Forward) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return the forward pass: output ``[B, H, T, E]`` and log-sum-exp ``[B, H, T, 1]``."""
 
-    @torch.library.custom_op(name, mutates_args=())
     def forward(
         q: Tensor,
         k: Tensor,
@@ -158,8 +148,6 @@ def _forward_operator(name: str, run: Forward) -> Any:
             out, lse = run(SparseTensors(q, k, v, selected, lengths, counts, scale, sizes))
         return out.to(v.dtype), lse
 
-    forward.register_fake(_fake_forward)
-    register_buffer_bytes(forward)(_forward_bytes)
     return forward
 
 
@@ -169,65 +157,21 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tenso
     return out, q.new_empty(*q.shape[:3], 1, dtype=dtype)
 
 
-def _backward_operator(name: str, run: Backward) -> Any:
-    """Define the operator of the gradients of q, k and v."""
+def _backward(run: Backward) -> Callable[..., list[Tensor | None]]:
+    """Return the backward pass: the gradients of q, k and v, and none of three masks."""
 
-    @torch.library.custom_op(name, mutates_args=())
     def backward(
-        d_out: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        selected: Tensor,
-        lengths: Tensor | None,
-        counts: Tensor | None,
-        scale: float,
-        options: list[int],
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        sizes = SparseOptions.from_ints(options)
-        x = SparseTensors(q, k, v, selected, lengths, counts, scale, sizes)
-        with autocast_disabled(q.device):
+        d_outs: Sequence[Tensor | None], saved: Sequence[Tensor], needed: list[bool], *inputs: Any
+    ) -> list[Tensor | None]:
+        x = SparseTensors._make((*inputs[:-1], SparseOptions.from_ints(inputs[-1])))
+        out, lse = saved
+        d_out = torch.zeros_like(out) if d_outs[0] is None else d_outs[0]
+        with autocast_disabled(x.q.device):
             gradients = run(x, d_out, out, lse)
-        dq, dk, dv = (g.to(y.dtype) for g, y in zip(gradients, (q, k, v), strict=True))
-        return dq, dk, dv
+        found = (g.to(y.dtype) for g, y in zip(gradients, (x.q, x.k, x.v), strict=True))
+        return [*found, None, None, None]
 
-    backward.register_fake(_fake_backward)
-    register_buffer_bytes(backward)(_backward_bytes)
     return backward
-
-
-def _fake_backward(
-    d_out: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    return dq, dk, dv
-
-
-def _selection_bytes(q: Tensor, k: Tensor, *others: Any) -> int:
-    options, _, coverage, _ = others[-4:]
-    if coverage is None:
-        return 0  # the kernel scores a few blocks at a time
-    sizes = SparseOptions.from_ints(options)
-    blocks = count_key_blocks(k.shape[2], sizes)
-    scores = q.shape[0] * q.shape[1] * count_query_blocks(q.shape[2], sizes.query_block) * blocks
-    return 2 * min(scores, MAX_SCORES) * torch.float32.itemsize  # and their sums, or masked
-
-
-def _forward_bytes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> int:
-    out = q.new_empty(*q.shape[:3], v.shape[3])
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    written = out.numel()  # in v's type only when the rows are freed
-    converted = written * (dtype.itemsize - v.dtype.itemsize)
-    return simd_bytes(dtype, q, k, k, v) + converted  # keys by row and by column
-
-
-def _backward_bytes(
-    d_out: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any
-) -> int:
-    read = simd_bytes(lse.dtype, d_out, q, k, k, v, v)
-    return read + (simd_bytes(lse.dtype, q, k, v) if q.dtype != lse.dtype else 0)
 
 
 TORCH = sparse_operators("torch", select_blocks, gather.forward, gather.backward)

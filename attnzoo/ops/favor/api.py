@@ -10,6 +10,7 @@ arXiv:2009.14794. Other letters: M features.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,15 +26,10 @@ from attnzoo.contract.validation import (
     is_empty_call,
 )
 from attnzoo.errors import UnsupportedError
-from attnzoo.ops.features.random_features import (
-    LOG_ZERO,
-    exponents,
-    exponents_backward,
-    scale_projection,
-    split_blocks,
-)
+from attnzoo.ops.features.random_features import LOG_ZERO, exponents, scale_projection
 from attnzoo.runtime.derivatives import check_not_mapped, check_reverse_mode, first_derivative_only
 
+BLOCK_SIZE = 2**16  # features of a block on a CPU: 256 KiB stay in the cache of a core
 INSTEAD = "impl='reference' of the performer backend"  # for derivatives of derivatives
 
 
@@ -105,6 +101,40 @@ def _query_features(q: Tensor, weight: Tensor, shift: Tensor) -> Tensor:
     return torch.softmax(exponent, -1, out=exponent)
 
 
+def _split_blocks(
+    features: int, tokens: tuple[Tensor | None, ...], shared: tuple[Tensor, ...] = ()
+) -> Iterator[tuple[tuple[Any, ...], tuple[Any, ...]]]:
+    """Split tensors into blocks of tokens whose features stay in a CPU's cache.
+
+    Args:
+        features: M, features of a token.
+        tokens: Tensors ``[B, H, T, X]`` to be split, or ``None``.
+        shared: Tensors ``[B, H, ...]`` that all tokens of a head share.
+
+    Yields:
+        Blocks ``[rows, X]`` of one head and its shared tensors; or, on other devices and for few
+        tokens, everything at once with its batch and heads.
+    """
+    first = tokens[0]
+    assert first is not None
+    batch, heads, length, _ = first.shape
+    if first.device.type != "cpu" or batch * heads * length * features <= BLOCK_SIZE:
+        yield tokens, shared
+        return
+    step = max(1, BLOCK_SIZE * torch.get_num_threads() // features)
+    for b in range(batch):
+        for h in range(heads):
+            of_head = tuple(x[b, h] for x in shared)
+            for t in range(0, length, step):
+                yield tuple(None if x is None else x[b, h, t : t + step] for x in tokens), of_head
+
+
+def _exponents_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: float) -> Tensor:
+    """Return the gradient of :func:`exponents` with respect to ``x``."""
+    factor = grad.sum(-1, keepdim=True).mul_(-scale)
+    return torch.matmul(grad, weight).addcmul_(x, factor)
+
+
 class _Favor(torch.autograd.Function):
     """Sums over the keys, then outputs of the queries; the backward pass in reverse order."""
 
@@ -123,7 +153,7 @@ class _Favor(torch.autograd.Function):
         shift = weight.new_full((batch, heads, 1, size), LOG_ZERO)
         kv = weight.new_zeros(batch, heads, size, v.shape[-1])
         z = weight.new_zeros(batch, heads, size, 1)
-        for (keys, values, hidden), (maximum, kv_sum, z_sum) in split_blocks(
+        for (keys, values, hidden), (maximum, kv_sum, z_sum) in _split_blocks(
             size, (k, v, is_padding), (shift, kv, z)
         ):
             features = exponents(keys.to(wide), weight, scale)
@@ -136,7 +166,7 @@ class _Favor(torch.autograd.Function):
             z_sum.mul_(rescale).add_(features.sum(-2).unsqueeze(-1))
             maximum.copy_(new_maximum)
         out = v.new_empty(*q.shape[:-1], v.shape[-1])
-        for (queries, rows), (maximum, kv_sum, z_sum) in split_blocks(
+        for (queries, rows), (maximum, kv_sum, z_sum) in _split_blocks(
             size, (q, out), (shift, kv, z)
         ):
             features = _query_features(queries.to(wide), weight, maximum)
@@ -152,7 +182,7 @@ class _Favor(torch.autograd.Function):
         size, wide = weight.shape[0], weight.dtype
         d_q, d_k, d_v = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
         d_kv, d_z = torch.zeros_like(kv), torch.zeros_like(z)
-        for (queries, g, out), (maximum, kv_sum, z_sum, d_kv_sum, d_z_sum) in split_blocks(
+        for (queries, g, out), (maximum, kv_sum, z_sum, d_kv_sum, d_z_sum) in _split_blocks(
             size, (q, grad, d_q), (shift, kv, z, d_kv, d_z)
         ):
             features = _query_features(queries.to(wide), weight, maximum)
@@ -166,7 +196,7 @@ class _Favor(torch.autograd.Function):
             d_z_sum.add_(features.mT @ d_denominator)
             d_exponents = torch._softmax_backward_data(d_features, features, -1, wide)
             out.copy_(d_exponents @ weight)
-        for (keys, values, hidden, out_k, out_v), (maximum, d_kv_sum, d_z_sum) in split_blocks(
+        for (keys, values, hidden, out_k, out_v), (maximum, d_kv_sum, d_z_sum) in _split_blocks(
             size, (k, v, is_padding, d_k, d_v), (shift, d_kv, d_z)
         ):
             keys = keys.to(wide)
@@ -176,5 +206,5 @@ class _Favor(torch.autograd.Function):
             features.sub_(maximum).exp_()
             out_v.copy_(features @ d_kv_sum)
             d_exponents = (values.to(wide) @ d_kv_sum.mT).add_(d_z_sum.mT).mul_(features)
-            out_k.copy_(exponents_backward(d_exponents, keys, weight, ctx.scale))
+            out_k.copy_(_exponents_backward(d_exponents, keys, weight, ctx.scale))
         return d_q, d_k, d_v, None, None, None, None

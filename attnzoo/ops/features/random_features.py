@@ -15,23 +15,18 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
 from attnzoo.ops.features.functional import RELU_FLOOR, widen
-from attnzoo.runtime.derivatives import check_not_mapped, check_reverse_mode, first_derivative_only
 
 # Largest exponent of a key's feature if the maximum of all keys is unknown. exp(60) is 1e26: 1e7
 # such keys times values of 1e4 sum to 1e37, within float32.
 KEY_BOUND = 60.0
 
 LOG_ZERO = -1e30  # largest exponent of no keys; finite, so that no difference of two is NaN
-
-BLOCK_SIZE = 2**16  # features of a block on a CPU: 256 KiB stay in the cache of a core
 
 
 def random_projection(
@@ -142,7 +137,6 @@ def positive_keys(
     *,
     scale: float,
     floor: float = 0.0,
-    impl: str = "torch",
 ) -> Tensor:
     r"""Return the positive random features of keys, :math:`\phi_m(k) e^{-c_m}`, at most exp(60).
 
@@ -154,20 +148,13 @@ def positive_keys(
         shift: c, from :func:`key_shift` or :func:`measured_shift`.
         scale: s, which multiplies query-key products in softmax attention.
         floor: Added to every feature, as 1e-4 in the paper's code; biases outputs towards the mean.
-        impl: ``"torch"``, with a backward pass of its own, or ``"reference"``.
 
     Returns:
         ``[B, Hkv, S, M]``, not negative, float32 or wider.
     """
-    weight = scale_projection(projection, scale)
-    if impl == "torch" and not floor and shift.dim() == 1 and not torch.compiler.is_compiling():
-        check_reverse_mode("positive random features", k)
-        check_not_mapped("positive random features", k)
-        features: Tensor = _Keys.apply(k, weight, scale, shift)  # type: ignore[no-untyped-call]
-        return features
-    k = widen(k)
-    norm = k.square().sum(-1, keepdim=True) * (scale / 2)
-    return (k @ weight.T - norm - shift).clamp(max=KEY_BOUND).exp() + floor
+    features = exponents(widen(k), scale_projection(projection, scale), scale)
+    features = features.sub_(shift).clamp_(max=KEY_BOUND).exp_()
+    return features + floor if floor else features
 
 
 def positive_queries(
@@ -177,7 +164,6 @@ def positive_queries(
     *,
     scale: float,
     floor: float = 0.0,
-    impl: str = "torch",
 ) -> Tensor:
     r"""Return the positive random features of queries, :math:`\phi_m(q) e^{c_m}` up to a factor.
 
@@ -191,21 +177,14 @@ def positive_queries(
         shift: c, the same as for the keys.
         scale: s, as for the keys.
         floor: As for the keys.
-        impl: As for the keys.
 
     Returns:
         ``[B, H, T, M]``, not negative, float32 or wider.
     """
-    weight = scale_projection(projection, scale)
-    if impl == "torch" and not floor and shift.dim() == 1 and not torch.compiler.is_compiling():
-        check_reverse_mode("positive random features", q)
-        check_not_mapped("positive random features", q)
-        features: Tensor = _Queries.apply(q, weight, shift)  # type: ignore[no-untyped-call]
-        return features
     if shift.dim() == 4:
         shift = shift.repeat_interleave(q.shape[1] // shift.shape[1], 1)
     q = widen(q)
-    projected = q @ weight.T + shift
+    projected = (q @ scale_projection(projection, scale).T).add_(shift)
     if not floor:
         return projected.softmax(-1)
     norm = q.square().sum(-1, keepdim=True) * (scale / 2)
@@ -258,91 +237,6 @@ def scale_projection(projection: Tensor, scale: float) -> Tensor:
     return widen(projection) * math.sqrt(scale)
 
 
-def split_blocks(
-    features: int, tokens: tuple[Tensor | None, ...], shared: tuple[Tensor, ...] = ()
-) -> Iterator[tuple[tuple[Any, ...], tuple[Any, ...]]]:
-    """Split tensors into blocks of tokens whose features stay in a CPU's cache.
-
-    Args:
-        features: M, features of a token.
-        tokens: Tensors ``[B, H, T, X]`` to be split, or ``None``.
-        shared: Tensors ``[B, H, ...]`` that all tokens of a head share.
-
-    Yields:
-        Blocks ``[rows, X]`` of one head and its shared tensors; or, on other devices and for few
-        tokens, everything at once with its batch and heads.
-    """
-    first = tokens[0]
-    assert first is not None
-    batch, heads, length, _ = first.shape
-    if first.device.type != "cpu" or batch * heads * length * features <= BLOCK_SIZE:
-        yield tokens, shared
-        return
-    step = max(1, BLOCK_SIZE * torch.get_num_threads() // features)
-    for b in range(batch):
-        for h in range(heads):
-            of_head = tuple(x[b, h] for x in shared)
-            for t in range(0, length, step):
-                yield tuple(None if x is None else x[b, h, t : t + step] for x in tokens), of_head
-
-
-class _Queries(torch.autograd.Function):
-    """Softmax of the projection plus the shift, computed in place, block by block."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, weight: Tensor, shift: Tensor) -> Tensor:
-        features = weight.new_empty(*q.shape[:-1], weight.shape[0])
-        shift = shift.expand(*q.shape[:2], 1, -1)
-        for (x, out), (added,) in split_blocks(weight.shape[0], (q, features), (shift,)):
-            torch.matmul(x.to(weight.dtype), weight.T, out=out)
-            torch.softmax(out.add_(added), -1, out=out)
-        ctx.save_for_backward(q, weight, features)
-        return features
-
-    @staticmethod
-    @first_derivative_only("positive random features")
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, weight, saved = ctx.saved_tensors
-        d_q = q.new_empty(q.shape)
-        for (out, g, features), _ in split_blocks(weight.shape[0], (d_q, grad, saved)):
-            d_exponent = torch._softmax_backward_data(g, features, -1, weight.dtype)
-            out.copy_(torch.matmul(d_exponent, weight))
-        return d_q, None, None
-
-
-class _Keys(torch.autograd.Function):
-    """Exponential of :func:`exponents` minus the shift, computed in place, block by block."""
-
-    @staticmethod
-    def forward(ctx: Any, k: Tensor, weight: Tensor, scale: float, shift: Tensor) -> Tensor:
-        features = weight.new_empty(*k.shape[:-1], weight.shape[0])
-        shift = shift.expand(*k.shape[:2], 1, -1)
-        for (x, out), (subtracted,) in split_blocks(weight.shape[0], (k, features), (shift,)):
-            exponents(x.to(weight.dtype), weight, scale, out).sub_(subtracted)
-            out.clamp_(max=KEY_BOUND).exp_()
-        ctx.save_for_backward(k, weight, features)
-        ctx.scale = scale
-        return features
-
-    @staticmethod
-    @first_derivative_only("positive random features")
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        k, weight, saved = ctx.saved_tensors
-        d_k, maximum = k.new_empty(k.shape), math.exp(KEY_BOUND) * (1 - 1e-6)
-        for (out, x, g, features), _ in split_blocks(weight.shape[0], (d_k, k, grad, saved)):
-            # the gradient of the clamp: 0 at and above the bound
-            d_exponents = torch.ops.aten.hardtanh_backward(g * features, features, -1.0, maximum)
-            out.copy_(exponents_backward(d_exponents, x.to(weight.dtype), weight, ctx.scale))
-        return d_k, None, None, None
-
-
-def exponents(x: Tensor, weight: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
-    r"""Return :math:`w_m \cdot x' - |x'|^2 / 2` of a block, ``[..., rows, M]``."""
-    projected = torch.matmul(x, weight.T, out=out)
-    return projected.sub_(x.square().sum(-1, keepdim=True), alpha=scale / 2)
-
-
-def exponents_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: float) -> Tensor:
-    """Return the gradient of :func:`exponents` with respect to ``x``."""
-    factor = grad.sum(-1, keepdim=True).mul_(-scale)
-    return torch.matmul(grad, weight).addcmul_(x, factor)
+def exponents(x: Tensor, weight: Tensor, scale: float) -> Tensor:
+    r"""Return :math:`w_m \cdot x' - |x'|^2 / 2`, ``[..., M]``; ``weight`` has the root of s."""
+    return (x @ weight.T).sub_(x.square().sum(-1, keepdim=True), alpha=scale / 2)

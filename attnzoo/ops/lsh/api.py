@@ -22,7 +22,7 @@ from attnzoo.contract.implementation import Implementation, register_implementat
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import AttentionOutput
 from attnzoo.ops.lsh.cpu.lsh import cpp_reasons
-from attnzoo.ops.lsh.custom_ops import CPP, TORCH
+from attnzoo.ops.lsh.custom_ops import run_cpp, run_torch
 from attnzoo.ops.lsh.options import LSHInputs, LSHOptions
 from attnzoo.ops.lsh.reference import reference_attention
 from attnzoo.ops.lsh.validation import check_inputs, check_options
@@ -33,7 +33,7 @@ register_implementation(
         op="lsh_attention",
         name="cpp",
         devices=("cpu",),
-        run=CPP.run,
+        run=run_cpp,
         reasons=cpp_reasons,
         automatic=prebuilt.origin(),
     ),
@@ -44,7 +44,7 @@ register_implementation(
             Implementation(
                 op=op,
                 name="torch",
-                run=TORCH.run,
+                run=run_torch,
                 automatic="block by block, on every device",
             ),
             Implementation(op=op, name="reference", run=reference_attention),

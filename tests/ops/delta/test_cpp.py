@@ -263,8 +263,12 @@ def test_operators_pass_opcheck():
     assert kept.shape == (1, (tokens - 1) // SPAN, 1, 16, 16)
     given = [x.detach() for x in inputs]
     d_out = torch.randn(1, 2, tokens, 16).double()
-    arguments = (d_out, None, *given, None, None, kept, 0, 0.7, 16)
-    check_operator(delta_cpp_backward, arguments, trace=False)
+    arguments = (d_out, None, None, kept, *given, None, None, 0, 0.7, 16, False, True)
+    for needed in ([True] * 6, [True, False] * 3, [False] * 6):
+        wanted = [*needed, False, False]
+        check_operator(delta_cpp_backward, (*arguments, wanted), trace=False)
+        found = delta_cpp_backward(*arguments, wanted)
+        assert [x.numel() > 0 for x in found] == wanted
 
 
 def test_auto_selects_cpp_for_supported_calls():

@@ -8,8 +8,8 @@ from torch.testing import assert_close
 
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
+from attnzoo.ops.favor import api as favor
 from attnzoo.ops.favor.api import favor_attention
-from attnzoo.ops.features import random_features
 from attnzoo.ops.features.random_features import (
     KEY_BOUND,
     key_shift,
@@ -132,23 +132,20 @@ def test_orthogonal_rows_have_a_lower_error_than_independent_ones():
 # -- the features --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("impl", ["torch", "reference"])
 @pytest.mark.parametrize("length", [5, 700])
-def test_features_match_the_formula_up_to_factors_that_cancel(impl, length, monkeypatch):
-    monkeypatch.setattr(random_features, "BLOCK_SIZE", 4096)
+def test_features_match_the_formula_up_to_factors_that_cancel(length):
     projection = random_projection(M, D).double()
     q, k = draw(2, 4, length, D), draw(2, 2, length, D)
     for shift in (key_shift(projection), measured_shift(k, projection, scale=SCALE)):
-        keys = positive_keys(k, projection, shift, scale=SCALE, impl=impl)
+        keys = positive_keys(k, projection, shift, scale=SCALE)
         assert_close(keys, phi(k, projection) * (-shift).exp())
-        queries = positive_queries(q, projection, shift, scale=SCALE, impl=impl)
+        queries = positive_queries(q, projection, shift, scale=SCALE)
         per_head = shift if shift.dim() == 1 else shift.repeat_interleave(2, 1)
         expected = phi(q, projection) * per_head.exp()
         assert_close(queries, expected / expected.sum(-1, keepdim=True))
 
 
-def test_gradients_of_features(monkeypatch):
-    monkeypatch.setattr(random_features, "BLOCK_SIZE", 64)
+def test_gradients_of_features():
     projection = random_projection(6, 4).double()
     shift = key_shift(projection)
     x = draw(2, 2, 5, 4).requires_grad_()
@@ -209,7 +206,7 @@ def make_padding_mask(keys):
 @pytest.mark.parametrize("block_size", [2**16, 128])  # one block, and blocks of five tokens
 @pytest.mark.parametrize("padded", [False, True])
 def test_attention_matches_the_dense_formula(block_size, padded, monkeypatch):
-    monkeypatch.setattr(random_features, "BLOCK_SIZE", block_size)
+    monkeypatch.setattr(favor, "BLOCK_SIZE", block_size)
     projection = random_projection(M, D).double()
     q, k, v = draw(3, 4, 13, D), draw(3, 2, 29, D), draw(3, 2, 29, 6)
     k = k * torch.linspace(3, 0.1, 29, dtype=torch.float64)[:, None]  # the maximum grows
@@ -223,7 +220,7 @@ def test_attention_matches_the_dense_formula(block_size, padded, monkeypatch):
 
 @pytest.mark.parametrize("block_size", [2**16, 16])
 def test_attention_gradients(block_size, monkeypatch):
-    monkeypatch.setattr(random_features, "BLOCK_SIZE", block_size)
+    monkeypatch.setattr(favor, "BLOCK_SIZE", block_size)
     projection = random_projection(6, 4).double()
     padding_mask = torch.tensor([[True, True, False, True], [False] * 4])
     leaves = [x.requires_grad_() for x in (draw(2, 4, 5, 4), draw(2, 2, 4, 4), draw(2, 2, 4, 3))]

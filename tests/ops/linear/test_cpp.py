@@ -466,13 +466,12 @@ def test_operators_pass_opcheck(dtype, packed):
     given = [x.detach() for x in leaves]
     gate = -torch.rand(1, 1, 40, dtype=dtype)
     d_out, d_totals = torch.randn(1, 2, 40, 32).to(dtype), torch.randn(1, 2, 40).to(dtype)
-    args = (d_out, None, None, d_totals, *given[:3], gate, *given[3:], *maps, *table)
-    saved = (kept, out, inverse)
+    inputs = (*given[:3], gate, *given[3:], *maps, *table, *options, False, True, True)
+    args = (d_out, None, None, d_totals, None, kept, out, inverse, *inputs)
     for needed in (range(6), [3], [1, 5], []):
-        wanted = [i in needed for i in range(10)]
-        check_operator(linear_cpp_backward, (*args, *saved, *options, wanted), trace=False)
-        found = linear_cpp_backward(*args, *saved, *options, wanted)
-        wanted[4] = wanted[5]
+        wanted = [i in needed for i in range(12)]
+        check_operator(linear_cpp_backward, (*args, wanted), trace=False)
+        found = linear_cpp_backward(*args, wanted)
         assert [x.numel() > 0 for x in found] == wanted
 
 

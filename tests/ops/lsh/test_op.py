@@ -11,7 +11,6 @@ from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
-from attnzoo.ops.lsh import custom_ops
 from attnzoo.ops.lsh.api import lsh_attention, shared_qk_attention
 from attnzoo.ops.lsh.block_softmax import BlockBatch, BlockPlan, block_attention
 from attnzoo.ops.lsh.cpu import lsh as reformer_cpp
@@ -531,8 +530,8 @@ def test_the_operator_passes_opcheck(form, impl):
     ids = torch.zeros(2, 40, dtype=torch.long)
     given = (q, k, v, 0.5, ids, ids, None, torch.tensor([1]), [], options, None)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    operators = custom_ops.CPP if impl == "cpp" else custom_ops.TORCH
-    torch.library.opcheck(operators.forward, given, test_utils=checks)
+    operator = getattr(torch.ops.attnzoo, f"lsh_{impl}")
+    torch.library.opcheck(operator, given, test_utils=checks)
 
 
 @pytest.mark.parametrize("impl", ["auto", "torch", CPP, "reference"])

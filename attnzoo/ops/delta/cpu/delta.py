@@ -7,6 +7,7 @@ groups of columns of the values, which are pieces of work.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,15 @@ from attnzoo.ops.delta.common import NORM_EPS, DeltaInputs, Result, normalized
 from attnzoo.ops.linear.common import log_decay_per_token, state_dtype
 from attnzoo.runtime import cpp
 from attnzoo.runtime.cpp.layout import Function
-from attnzoo.runtime.derivatives import check_reverse_mode, refuse_derivative
+from attnzoo.runtime.custom_ops import differentiable_op
+from attnzoo.runtime.derivatives import check_reverse_mode
 from attnzoo.runtime.memory import (
     LANES,
     TYPE_NAMES,
     empty_huge_pages,
     is_plain_call,
     pad_to_simd,
-    register_buffer_bytes,
     rows_in,
-    simd_copy_bytes,
     unpad,
     with_contiguous_states,
 )
@@ -190,6 +190,7 @@ class _Arguments:
 
     def __init__(
         self,
+        panel: int,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -201,7 +202,6 @@ class _Arguments:
         longest: int,
         scale: float,
         chunk_size: int,
-        panel: int,
     ) -> None:
         dtype, self.sizes = state_dtype(q, k, v), (k.shape[3], v.shape[3])
         self.q, self.k, self.v = (pad_to_simd(x.to(dtype)) for x in (q, k, v))
@@ -254,8 +254,7 @@ class _Arguments:
             refuse_sequences(*self.sequences, self.task.tokens)
 
 
-@torch.library.custom_op("attnzoo::delta_cpp", mutates_args=())
-def delta_cpp(
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -291,7 +290,7 @@ def delta_cpp(
     """
     panel = _panel(k, v, torch.get_num_threads(), lengths)
     bounds = starts, lengths, longest
-    x = _Arguments(q, k, v, beta, log_decay, state, *bounds, scale, chunk_size, panel)
+    x = _Arguments(panel, q, k, v, beta, log_decay, state, *bounds, scale, chunk_size)
     out = x.empty(*q.shape[:3], x.v.shape[3])
     last = x.q.new_empty(x.state_shape if return_state else 0)
     spans = (k.shape[2] - 1) // SPAN if keep else 0
@@ -304,33 +303,22 @@ def delta_cpp(
     return unpad(out, x.sizes[1]).to(v.dtype), last, kept
 
 
-@torch.library.custom_op("attnzoo::delta_cpp_backward", mutates_args=())
-def delta_cpp_backward(
-    d_out: Tensor | None,
-    d_last_state: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor | None,
-    state: Tensor | None,
-    starts: Tensor | None,
-    lengths: Tensor | None,
-    kept: Tensor,
-    longest: int,
-    scale: float,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v, beta, and log_decay and state (or no elements)."""
+def _backward(
+    d_outs: Sequence[Tensor | None], saved: Sequence[Tensor], needed: list[bool], *inputs: Any
+) -> list[Tensor | None]:
+    """Return the gradients of q, k, v, beta, log_decay, the state and the bounds."""
+    q, k, v, beta, log_decay, *_ = inputs
+    lengths, return_state = inputs[7], inputs[11]
+    d_out, d_last_state, _ = d_outs
+    (kept,) = saved
     panel = _panel(k, v, BACKWARD_PIECES, lengths)
-    bounds = starts, lengths, longest
-    x = _Arguments(q, k, v, beta, log_decay, state, *bounds, scale, chunk_size, panel)
+    x = _Arguments(panel, *inputs[:11])
     x.task.kept = kept.data_ptr()
     panels = -(-x.v.shape[3] // panel)
     if d_out is None:
         d_out = x.v.new_zeros(1).expand(*q.shape[:3], v.shape[3])
     d_out = pad_to_simd(d_out.to(x.v.dtype))
-    d_last = x.pad_state(d_last_state)
+    d_last = x.pad_state(d_last_state if return_state else None)
     shared = [(*x.q.shape,), (*x.k.shape,), (*k.shape[:3], 1), (*x.log_decay.shape,)]
     dq, dk, d_beta, d_log = (x.empty(panels, *shape) for shape in shared)
     dv, d_state = x.empty(*x.v.shape), None if x.state is None else torch.empty_like(x.state)
@@ -338,14 +326,16 @@ def delta_cpp_backward(
     x.run("backward", _Gradients(_steps(d_out), *(_pointer(t) for t in pointers)))
     dq, dk, d_beta, d_log = (t[0] if panels == 1 else t.sum(0) for t in (dq, dk, d_beta, d_log))
     keys, values = x.sizes
-    return (
+    return [
         unpad(dq, keys).to(q.dtype),
         unpad(dk, keys).to(k.dtype),
         unpad(dv, values).to(v.dtype),
         d_beta.squeeze(3).to(beta.dtype),
-        _log_decay_gradient(d_log, log_decay, keys),
-        x.q.new_empty(0) if d_state is None else _unpad_state(d_state, x.sizes),
-    )
+        None if log_decay is None else _log_decay_gradient(d_log, log_decay, keys),
+        None if d_state is None else _unpad_state(d_state, x.sizes),
+        None,
+        None,
+    ]
 
 
 def _panel(k: Tensor, v: Tensor, pieces: int, lengths: Tensor | None = None) -> int:
@@ -374,18 +364,15 @@ def _unpad_state(state: Tensor, sizes: tuple[int, int]) -> Tensor:
     return state[:, :, : sizes[0], : sizes[1]].contiguous()
 
 
-def _log_decay_gradient(d_log: Tensor, log_decay: Tensor | None, keys: int) -> Tensor:
-    """Return the gradient in the shape and dtype of ``log_decay``; no elements for ``None``."""
-    if log_decay is None:
-        return d_log.new_empty(0)
+def _log_decay_gradient(d_log: Tensor, log_decay: Tensor, keys: int) -> Tensor:
+    """Return the gradient in the shape and dtype of ``log_decay``."""
     if log_decay.dim() == 4:
         return unpad(d_log, keys).to(log_decay.dtype)
     d_log = d_log.squeeze(3)
     return (d_log if log_decay.dim() == 3 else d_log.sum((0, 2))).to(log_decay.dtype)
 
 
-@delta_cpp.register_fake
-def _delta_cpp_fake(
+def _fake(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -406,72 +393,12 @@ def _delta_cpp_fake(
     return v.new_empty(*q.shape[:-1], v.shape[-1]), last, kept
 
 
-@delta_cpp_backward.register_fake
-def _delta_cpp_backward_fake(d_out: Any, d_last: Any, *inputs: Any) -> tuple[Tensor, ...]:
-    dtype = state_dtype(*inputs[:3])
-    none = inputs[0].new_empty(0, dtype=dtype)
-    like = (x if x is not None else none for x in inputs[:6])
-    return tuple(x.new_empty(x.shape) for x in like)
-
-
-@register_buffer_bytes(delta_cpp)
-def _delta_cpp_buffers(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor | None,
-    state: Tensor | None,
-    *_: Any,
-) -> int:
-    dtype, out = state_dtype(q, k, v), v.new_empty(*q.shape[:3], v.shape[3])
-    read = simd_copy_bytes(dtype, q, k, v, state, _per_channel(log_decay))
-    written = simd_copy_bytes(dtype, out)
-    if v.dtype != dtype and v.shape[3] % LANES:  # without padding, before the conversion
-        written += out.numel() * dtype.itemsize
-    return read + written
-
-
-@register_buffer_bytes(delta_cpp_backward)
-def _delta_cpp_backward_buffers(
-    d_out: Tensor | None,
-    d_last_state: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor | None,
-    state: Tensor | None,
-    *_: Any,
-) -> int:
-    dtype, decay = state_dtype(q, k, v), _per_channel(log_decay)
-    read = simd_copy_bytes(dtype, d_out, q, k, v, state, decay)
-    columns = v.shape[3] + -v.shape[3] % LANES
-    panels = -(-columns // _panel(k, v, BACKWARD_PIECES))
-    if panels == 1:
-        return read + simd_copy_bytes(dtype, q, k, v, decay)
-    sums = (x.numel() * dtype.itemsize for x in (q, k, decay) if x is not None)
-    return read + panels * sum(sums) + simd_copy_bytes(dtype, v)
-
-
-def _per_channel(log_decay: Tensor | None) -> Tensor | None:
-    """Return decays that have one number per channel; ``None`` for others."""
-    return log_decay if log_decay is not None and log_decay.dim() == 4 else None
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs[:8], output[2])
-    ctx.options = inputs[8:11]
-    ctx.returns_state = inputs[11]
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, d_out: Any, d_last: Any, d_kept: Any) -> tuple[Tensor | None, ...]:
-    d_last = d_last if ctx.returns_state else None
-    grads = delta_cpp_backward(d_out, d_last, *ctx.saved_tensors, *ctx.options)
-    needed = ctx.needs_input_grad
-    return *(g if need else None for g, need in zip(grads, needed, strict=False)), *(None,) * 7
-
-
-delta_cpp.register_autograd(_backward, setup_context=_setup_context)
-refuse_derivative(delta_cpp_backward, "delta_attention")
+delta_cpp, delta_cpp_backward = differentiable_op(
+    "attnzoo::delta_cpp",
+    _forward,
+    _backward,
+    fake=_fake,
+    save=lambda inputs, output: output[2:],
+    num_saved=1,
+    op="delta_attention",
+)

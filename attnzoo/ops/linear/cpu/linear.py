@@ -9,6 +9,7 @@ Other letters: B rows, N rows of a map's matrix, S sequences (or rows, if each r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,7 +40,8 @@ from attnzoo.ops.linear.cpu.call import (
 )
 from attnzoo.runtime import cpp
 from attnzoo.runtime.autocast import autocast_disabled
-from attnzoo.runtime.derivatives import check_reverse_mode, refuse_derivative
+from attnzoo.runtime.custom_ops import differentiable_op
+from attnzoo.runtime.derivatives import check_reverse_mode
 from attnzoo.runtime.memory import Rows, empty_huge_pages, rows_of, with_contiguous_rows
 
 CPP_CHUNK = 32  # the largest chunk size that a call may ask for, in tokens
@@ -138,8 +140,7 @@ def _run(x: LinearInputs, *, totals: bool) -> tuple[Tensor, Tensor, LinearState 
     return (out if totals else out.to(x.v.dtype)), sums, last
 
 
-@torch.library.custom_op("attnzoo::linear_cpp", mutates_args=())
-def linear_cpp(
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -212,48 +213,23 @@ def linear_cpp(
     return out, last_kv, last_z, sums, kept
 
 
-@torch.library.custom_op("attnzoo::linear_cpp_backward", mutates_args=())
-def linear_cpp_backward(
-    d_out: Tensor | None,
-    d_last_kv: Tensor | None,
-    d_last_z: Tensor | None,
-    d_totals: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    kv: Tensor | None,
-    z: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    q_bias: Tensor | None,
-    k_bias: Tensor | None,
-    starts: Tensor | None,
-    lengths: Tensor | None,
-    kept: Tensor,
-    out: Tensor,
-    inverse: Tensor,
-    longest: int,
-    scale: float,
-    normalize: bool,
-    eps: float,
-    chunk_size: int,
-    feature_map: str,
-    feature_scale: float,
-    needed: list[bool],
-) -> list[Tensor]:
-    """Return the gradients of q, k, v, log_decay, kv, z and weights.
+def _backward(
+    d_outs: Sequence[Tensor | None], saved: Sequence[Tensor], needed: list[bool], *inputs: Any
+) -> list[Tensor | None]:
+    """Return the gradients of q, k, v, log_decay, kv, z, the weights and the bounds.
 
-    What is not ``needed`` is not computed and has no elements; kv and z have gradients if one of
-    them is needed. ``out`` and ``inverse``, with ``normalize``, are those of the forward pass.
+    The state has gradients if one of its sums needs them.
     """
-    weights, sequences = (q_weight, k_weight, q_bias, k_bias), (starts, lengths, longest)
-    options = (scale, normalize, eps, chunk_size, feature_map, feature_scale)
-    x = CallArguments(q, k, v, log_decay, (kv, z), weights, sequences, options)
+    d_out, d_last_kv, d_last_z, d_totals, _ = d_outs
+    kept, out, inverse = saved
+    q, k, v, log_decay, *_ = inputs
+    weights, options = inputs[6:10], inputs[13:19]
+    x = CallArguments(q, k, v, log_decay, inputs[4:6], weights, inputs[10:13], options)
+    normalize = options[1]
     x.task.kept = pointer_to(kept)
     if normalize:
         x.task.out, x.task.sums = rows_of(out), pointer_to(inverse)
-    trained = tuple(w if need else None for w, need in zip(weights, needed[6:], strict=True))
+    trained = tuple(w if need else None for w, need in zip(weights, needed[6:10], strict=True))
     d_weights = _new_weight_gradients(x, kept, trained)
     zeros = v.new_zeros(v.shape[3]).expand(*q.shape[:3], v.shape[3])
     d_out = with_contiguous_rows(zeros if d_out is None else d_out)
@@ -276,7 +252,7 @@ def linear_cpp_backward(
     if needed[3] and log_decay is not None:
         d_log = _sum_decay_gradient(d_log, log_decay)
     sums = (d if w is None else d.sum((0, 2)) for d, w in zip(d_weights, trained, strict=True))
-    return [dq, dk, dv, d_log, d_kv, d_z, *sums]
+    return [dq, dk, dv, d_log, d_kv, d_z, *sums, None, None]
 
 
 def _clear_outside(x: CallArguments, *results: Tensor) -> None:
@@ -358,9 +334,8 @@ def _kept_shape(k: Tensor, v: Tensor, features: int, keep: bool) -> tuple[int, .
     return (*k.shape[:2], spans, features * (v.shape[3] + 1))
 
 
-@linear_cpp.register_fake
-def _linear_cpp_fake(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, kv: Any, z: Any, *rest: Any
+def _fake(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Any, kv: Any, z: Any, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     _, k_weight, _, _, starts, _ = rest[:6]
     _, _, normalize, _, _, feature_map, _, totals, keep, return_state = rest[6:]
@@ -371,36 +346,19 @@ def _linear_cpp_fake(
     return out, *state, sums, v.new_empty(_kept_shape(k, v, features, keep), dtype=dtype)
 
 
-@linear_cpp_backward.register_fake
-def _linear_cpp_backward_fake(
-    d_out: Any, d_last_kv: Any, d_last_z: Any, d_totals: Any, *inputs: Any
-) -> list[Tensor]:
-    tensors, kept, needed = inputs[:10], inputs[12], list(inputs[-1])
-    needed[4:6] = [needed[4] or needed[5]] * 2
-    return [
-        kept.new_empty(0) if x is None or not need else x.new_empty(x.shape)
-        for x, need in zip(tensors, needed, strict=True)
-    ]
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    tensors, options = inputs[:12], inputs[12:]
+def _save(inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return the states kept, and if outputs were divided these and the denominators."""
     out, _, _, inverse, kept = output
-    if not options[2]:  # normalize
-        out, inverse = kept.new_empty(0), kept.new_empty(0)
-    ctx.save_for_backward(*tensors, kept, out, inverse)
-    ctx.options = options[:-3]  # without totals, keep and return_state
-    ctx.set_materialize_grads(False)
+    is_normalized = inputs[14]
+    return (kept, out, inverse) if is_normalized else (kept, kept.new_empty(0), kept.new_empty(0))
 
 
-def _backward(
-    ctx: Any, d_out: Any, d_kv: Any, d_z: Any, d_totals: Any, d_kept: Any
-) -> tuple[Tensor | None, ...]:
-    needed = ctx.needs_input_grad
-    options = (*ctx.options, list(needed[:10]))
-    grads = linear_cpp_backward(d_out, d_kv, d_z, d_totals, *ctx.saved_tensors, *options)
-    return *(g if need else None for g, need in zip(grads, needed, strict=False)), *(None,) * 12
-
-
-linear_cpp.register_autograd(_backward, setup_context=_setup_context)
-refuse_derivative(linear_cpp_backward, "linear_attention")
+linear_cpp, linear_cpp_backward = differentiable_op(
+    "attnzoo::linear_cpp",
+    _forward,
+    _backward,
+    fake=_fake,
+    save=_save,
+    num_saved=3,
+    op="linear_attention",
+)

@@ -8,6 +8,7 @@ See ``band.cpp`` and ``attnzoo/runtime/cpp``. Other letters: G global keys, P pi
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,8 @@ from attnzoo.ops.window.blockwise_cpu import LocalOptions
 from attnzoo.runtime import cpp
 from attnzoo.runtime.autocast import autocast_disabled
 from attnzoo.runtime.cpp.layout import Function
-from attnzoo.runtime.derivatives import check_reverse_mode, refuse_derivative
+from attnzoo.runtime.custom_ops import differentiable_op
+from attnzoo.runtime.derivatives import check_reverse_mode
 from attnzoo.runtime.memory import (
     LANES,
     TYPE_NAMES,
@@ -203,8 +205,7 @@ class _Arguments:
             )
 
 
-@torch.library.custom_op("attnzoo::band_softmax_cpp", mutates_args=())
-def band_softmax_cpp(
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -254,35 +255,16 @@ def band_softmax_cpp(
     return unpad(out, x.sizes[1]).transpose(1, 2), lse
 
 
-@torch.library.custom_op("attnzoo::band_softmax_cpp_backward", mutates_args=())
-def band_softmax_cpp_backward(
-    d_out: Tensor | None,
-    d_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sums: Tensor | None,
-    totals: Tensor | None,
-    logit: Tensor | None,
-    key_mask: Tensor | None,
-    segment_ids: Tensor | None,
-    global_keys: Tensor | None,
-    global_is_valid: Tensor | None,
-    band: list[int],
-    scale: float,
-    needed: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v, sums, totals and logit; no elements for ``None``.
+def _backward(
+    d_outs: Sequence[Tensor | None], saved: Sequence[Tensor], needed: list[bool], *inputs: Any
+) -> list[Tensor | None]:
+    """Return the gradients of q, k, v, sums, totals, logit and four masks.
 
-    Those of q, k and v are computed if ``needed``, and have no elements otherwise.
+    Those of q, k and v are computed if needed.
     """
-    outside, masks = (
-        (sums, totals, logit),
-        (key_mask, segment_ids, global_keys, global_is_valid),
-    )
-    x = _Arguments(q, k, v, outside, masks, band, scale)
+    q, k, v, sums, totals, logit, *masks, band, scale = inputs
+    (d_out, d_lse), (out, lse) = d_outs, saved
+    x = _Arguments(q, k, v, (sums, totals, logit), tuple(masks), band, scale)
     d_out = out.new_zeros(1).expand(out.shape) if d_out is None else d_out.to(out.dtype)
     out, d_out, lse = pad_to_simd(out), pad_to_simd(d_out), lse.contiguous()
     d_lse = None if d_lse is None else d_lse.contiguous()
@@ -290,7 +272,7 @@ def band_softmax_cpp_backward(
     dq = empty_huge_pages(x.q, (*q.shape[:3], x.widths[0]), x.dtype) if needed[0] else None
     dk, dv = (
         empty_huge_pages(y, (pieces, *y.shape[:3], width), x.dtype).zero_() if need else None
-        for y, width, need in zip((x.k, x.v), x.widths, needed[1:], strict=True)
+        for y, width, need in zip((x.k, x.v), x.widths, needed[1:3], strict=True)
     )
     x.task.out_steps, x.task.d_out_steps = _steps(out), _steps(d_out)
     d_sums, d_totals, d_logit = (lse.new_empty(0) for _ in range(3))
@@ -304,17 +286,18 @@ def band_softmax_cpp_backward(
     dk, dv = (y if y is None else y[0] if pieces == 1 else y.sum(0) for y in (dk, dv))
     keys, values = x.sizes
 
-    def narrow(d: Tensor | None, x: Tensor, size: int) -> Tensor:
-        return x.new_empty(0) if d is None else unpad(d, size).to(x.dtype)
+    def narrow(d: Tensor | None, x: Tensor, size: int) -> Tensor | None:
+        return None if d is None else unpad(d, size).to(x.dtype)
 
-    return (
+    return [
         narrow(dq, q, keys),
         narrow(dk, k, keys),
         narrow(dv, v, values),
-        d_sums if sums is None else d_sums.to(sums.dtype),
-        d_totals if totals is None else d_totals.to(totals.dtype),
-        d_logit if logit is None else d_logit.to(logit.dtype),
-    )
+        None if sums is None else d_sums.to(sums.dtype),
+        None if totals is None else d_totals.to(totals.dtype),
+        None if logit is None else d_logit.to(logit.dtype),
+        *[None] * 4,
+    ]
 
 
 def _forward_pieces(task: _Task) -> int:
@@ -338,33 +321,20 @@ def _set_pointers(task: _Task, **tensors: Tensor | None) -> None:
             setattr(task, name, x.data_ptr())
 
 
-@band_softmax_cpp.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+def _fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(q.dtype, torch.float32)
     batch, heads, length, _ = q.shape
     out = q.new_empty(batch, length, heads, v.shape[3], dtype=dtype).transpose(1, 2)
     return out, q.new_empty(batch, heads, length, dtype=dtype)
 
 
-@band_softmax_cpp_backward.register_fake
-def _(d_out: Any, d_lse: Any, out: Any, lse: Tensor, *inputs: Any) -> Any:
-    needed = (*inputs[-1], *(x is not None for x in inputs[3:6]))
-    like = (lse if x is None else x for x in inputs[:6])
-    return tuple(x.new_empty(x.shape if need else 0) for x, need in zip(like, needed, strict=True))
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.band, ctx.scale = inputs
-    ctx.save_for_backward(*output, *tensors)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
-    needed = ctx.needs_input_grad[:6]
-    options = ctx.band, ctx.scale, list(needed[:3])
-    gradients = band_softmax_cpp_backward(d_out, d_lse, *ctx.saved_tensors, *options)
-    return (*(g if n else None for g, n in zip(gradients, needed, strict=True)), *[None] * 6)
-
-
-band_softmax_cpp.register_autograd(_backward, setup_context=_setup_context)
-refuse_derivative(band_softmax_cpp_backward, "sliding-window attention", INSTEAD)
+band_softmax_cpp, band_softmax_cpp_backward = differentiable_op(
+    "attnzoo::band_softmax_cpp",
+    _forward,
+    _backward,
+    fake=_fake,
+    save=lambda inputs, output: output,
+    num_saved=2,
+    op="sliding-window attention",
+    instead=INSTEAD,
+)
