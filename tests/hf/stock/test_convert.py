@@ -28,17 +28,21 @@ SIZES = {
     "bos_token_id": None,
     "eos_token_id": 1,
     "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
 }
+ROPE = {"rope_type": "default", "rope_theta": 500_000.0}
 MORE = {
-    "qwen3": {"head_dim": 8},
+    "llama": {"rope_parameters": ROPE},
+    "qwen2": {"rope_parameters": ROPE},
+    "qwen3": {"head_dim": 8, "rope_parameters": ROPE},
     "gemma2": {"head_dim": 8, "sliding_window": 40},
     "gemma3_text": {"head_dim": 8, "sliding_window": 40},
     "gpt_oss": {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
     "mellum": {"head_dim": 8, "num_experts": 2, "num_experts_per_tok": 1, "sliding_window": 40},
     "mixtral": {"num_local_experts": 2, "num_experts_per_tok": 1},
-    "mistral": {"sliding_window": None},
-    "ministral": {"head_dim": 8, "layer_types": ["full_attention"] * 3},
+    "mistral": {"sliding_window": None, "rope_parameters": ROPE},
+    "ministral": {"head_dim": 8, "rope_parameters": ROPE, "layer_types": ["full_attention"] * 3},
     "phi3": {"sliding_window": None},
 }
 TOKENS = torch.randint(2, 99, (2, 24), generator=torch.Generator().manual_seed(0))
