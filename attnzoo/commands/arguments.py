@@ -14,16 +14,16 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args, get_type_hints
 
 import torch
 import yaml  # type: ignore[import-untyped]
 from transformers import HfArgumentParser
 
 from attnzoo.commands.options import model_folder, spec_of
-from attnzoo.errors import AttnzooError, ConfigError, did_you_mean
+from attnzoo.errors import ConfigError, did_you_mean
 from attnzoo.optional_packages import OptionalPackage
-from attnzoo.training.arguments import RecoveryArguments
+from attnzoo.training.arguments import RecoveryArguments, config_errors
 
 ABOUT = """MODEL is the folder of a saved model, its Hub id, or embedded. --config
 FILE.yaml has any of these options by name, or is the name of a recipe; options
@@ -48,8 +48,9 @@ OTHERS = {  # what --help says of options that are not ours
     "and --report-to; --help-all explains them.",
     "finetune": "All options of TRL's SFTConfig and ModelConfig are taken, such as --output-dir, "
     "--max-steps, --learning-rate, --max-length, --packing, --dataset-text-field, "
-    "--completion-only-loss, --assistant-only-loss, --use-peft, --lora-r, --lora-target-modules, "
-    "--load-in-4bit, --per-device-train-batch-size, --gradient-accumulation-steps, --bf16, "
+    "--completion-only-loss True, --assistant-only-loss, --use-peft, --lora-r, "
+    "--lora-target-modules, --load-in-4bit, --per-device-train-batch-size, "
+    "--gradient-accumulation-steps, --bf16, "
     "--gradient-checkpointing, --resume-from-checkpoint True, --seed and --report-to; --help-all "
     "explains them.",
 }
@@ -133,6 +134,7 @@ class Parser(HfArgumentParser):
             formatter_class=argparse.HelpFormatter,
         )
         self.command = command
+        self.hints = {n: hint for x in classes for n, hint in get_type_hints(x).items()}
         self.options = {action.dest: action for action in self._actions}
         self.add_argument("model", metavar="MODEL", type=model_folder)
 
@@ -150,24 +152,15 @@ class Parser(HfArgumentParser):
         of_file = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         of_file.add_argument("--config")
         given, argv = of_file.parse_known_args(argv)
-        config = {} if given.config is None else read_config(given.config)
-        for name in config.keys() - self.options.keys():
-            raise ConfigError(
-                f"The file of --config has {name!r}, which `{self.prog}` does not know."
-                f"{did_you_mean(name, self.options)} See {self.prog} --help-all"
-            )
+        config = {} if given.config is None else self.typed(read_config(given.config))
         # transformers refuses bf16 without use_cpu, and many CPUs are slow in it
         on_cpu = {} if torch.accelerator.is_available() else {"use_cpu": True, "bf16": False}
         self.set_defaults(**on_cpu | config)
         self.options["output_dir"].required = "output_dir" not in config
-        try:
+        with config_errors():
             *found, others, unknown = self.parse_args_into_dataclasses(
                 argv, return_remaining_strings=True, look_for_args_file=False
             )
-        except AttnzooError:
-            raise
-        except (ValueError, ImportError) as error:  # of transformers' and TRL's own checks
-            raise ConfigError(str(error)) from error
         if unknown:
             name = unknown[0].partition("=")[0].replace("_", "-")
             known = [x for a in self._actions for x in a.option_strings if "_" not in x]
@@ -176,6 +169,30 @@ class Parser(HfArgumentParser):
                 "--help"
             )
         return *found, others.model
+
+    def typed(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of a file as a command line would have them."""
+        found = {}
+        for name, value in config.items():
+            if name not in self.options:
+                raise ConfigError(
+                    f"The file of --config has {name!r}, which `{self.prog}` does not know."
+                    f"{did_you_mean(name, self.options)} See {self.prog} --help-all"
+                )
+            action, hint = self.options[name], self.hints[name]
+            found[name] = value
+            if value is None and type(None) in get_args(hint):
+                continue
+            if isinstance(value, dict) and "dict" in str(hint):
+                continue
+            values = value if isinstance(value, list) and action.nargs == "+" else [value]
+            if any(isinstance(x, list | dict | None) for x in values) or not values:
+                raise ConfigError(f"The file of --config has no value of {name} in {value!r}")
+            try:
+                found[name] = self._get_values(action, [*map(str, values)])
+            except argparse.ArgumentError as error:
+                self.error(f"in the file of --config: {error}")
+        return found
 
     def short_help(self) -> str:
         """Return what ``--help`` prints: our options, and the names of some others."""
@@ -228,7 +245,8 @@ def read_config(name: str) -> dict[str, Any]:
         raise ConfigError(f"{str(path)!r} is no YAML file: {error}") from None
     if not isinstance(config, dict) or not all(isinstance(name, str) for name in config):
         raise ConfigError(f"{str(path)!r} must have fields with values, such as max_steps: 100")
-    return {name.replace("-", "_"): value for name, value in config.items()}
+    names = {name: name.replace("-", "_") for name in config} | {"else": "else_"}
+    return {names[name]: value for name, value in config.items()}
 
 
 if __name__ == "__main__":

@@ -17,8 +17,18 @@ from attnzoo.hf.configs import read_field
 from attnzoo.report.table import format_length
 
 Lengths = Annotated[str, typer.Option(help="tokens: 1k..64k (doubling) or 512,2k,3000")]
+
+
+def _no_model(folder: Path) -> Path:
+    """Return a folder for results; raise an error if it holds a model."""
+    if (folder / "config.json").exists():
+        raise typer.BadParameter(f"{str(folder)!r} holds a model; give another folder")
+    return folder
+
+
 OutputDir = Annotated[
-    Path, typer.Option(help="folder of results; resumes from earlier results in it")
+    Path,
+    typer.Option(callback=_no_model, help="folder of results; resumes from earlier results in it"),
 ]
 Level = Annotated[str, typer.Option(help="op, model, or all")]
 Dtype = Annotated[

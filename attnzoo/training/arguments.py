@@ -7,16 +7,17 @@ option, its name and its text exist once.
 
 from __future__ import annotations
 
-import copy
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, get_args, get_type_hints
 
 from transformers import TrainingArguments
+from transformers.integrations.integration_utils import get_available_reporting_integrations
 
-from attnzoo.errors import ConfigError, did_you_mean
+from attnzoo.errors import AttnzooError, ConfigError, did_you_mean
 
 # beginnings of fields that do not change the result: paths, logs, checkpoints, memory, processes
 SAME_RESULT = (
@@ -39,7 +40,6 @@ POSITIVE = (
     *("transfer_learning_rate", "eval_steps", "save_steps", "logging_steps"),
 )
 # fields of TrainingArguments that recovery does not use, and what to do instead
-_EVALUATION = "stages are evaluated on single held-out rows, and end in their best state"
 _ORDER = "rows have one length, and their order follows from the seed"
 UNUSED = {
     "push_to_hub": "run `hf upload ORG/NAME FOLDER` (hub_model_id is the name in the card)",
@@ -49,11 +49,15 @@ UNUSED = {
     "save_only_model": "a run goes on with its optimizer",
     "label_names": "the labels of rows are their tokens",
     **dict.fromkeys(("train_sampling_strategy", "length_column_name", "ignore_data_skip"), _ORDER),
-    **dict.fromkeys(("load_best_model_at_end", "metric_for_best_model"), _EVALUATION),
-    **dict.fromkeys(("greater_is_better", "eval_on_start", "eval_delay"), _EVALUATION),
-    **dict.fromkeys(("per_device_eval_batch_size", "eval_accumulation_steps"), _EVALUATION),
-    **dict.fromkeys(("prediction_loss_only", "include_for_metrics"), _EVALUATION),
-    **dict.fromkeys(("batch_eval_metrics", "bf16_full_eval", "fp16_full_eval"), _EVALUATION),
+    **dict.fromkeys(
+        (
+            *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
+            *("eval_on_start", "eval_delay", "eval_accumulation_steps", "batch_eval_metrics"),
+            *("per_device_eval_batch_size", "prediction_loss_only", "include_for_metrics"),
+            *("bf16_full_eval", "fp16_full_eval"),
+        ),
+        "stages are evaluated on single held-out rows, and end in their best state",
+    ),
 }
 
 
@@ -155,6 +159,7 @@ class RecoveryArguments(TrainingArguments):
         token_count(self.max_tokens)
         resumes(self)
         super().__post_init__()  # type: ignore[no-untyped-call]
+        check_trackers(self)
         self.remove_unused_columns = False  # position_ids separate documents
         self.logging_nan_inf_filter = False  # a loss that is not finite ends the run
         if self.ddp_find_unused_parameters is None:  # each trained parameter gets a gradient
@@ -227,23 +232,9 @@ class RecoveryArguments(TrainingArguments):
         """Learning rate of distillation, before it is scaled."""
         return self.learning_rate or (1e-4 if self.train == "full" else 1e-3)
 
-    def of_length(self, length: int) -> RecoveryArguments:
-        """Return these arguments with rows of another length."""
-        found = copy.copy(self)
-        found.max_length = length
-        return found
-
 
 def refuse_unused(args: Any, unused: Mapping[str, str]) -> None:
-    """Raise an error for a field that has no effect, but another value than its default.
-
-    Args:
-        args: A dataclass.
-        unused: What to do instead, by the field's name.
-
-    Raises:
-        ConfigError: There is one.
-    """
+    """Raise ``ConfigError`` for a field without effect that is given; ``unused`` says why."""
     for x in fields(args):
         default = x.default if x.default_factory is MISSING else x.default_factory()
         if x.name in unused and getattr(args, x.name) != default:
@@ -251,21 +242,17 @@ def refuse_unused(args: Any, unused: Mapping[str, str]) -> None:
 
 
 def check_numbers(args: Any) -> None:
-    """Raise an error for a number of a dataclass of arguments that is too small or not finite.
-
-    Raises:
-        ConfigError: There is one.
-    """
+    """Raise ``ConfigError`` for a number of a dataclass that is too small, or not finite."""
     hints = get_type_hints(type(args))
     for x in fields(args):
-        found, name, least = getattr(args, x.name), x.name, LEAST.get(x.name, 0)
-        is_number = isinstance(x.default, int | float) and not isinstance(x.default, bool)
-        if found is None and x.default is not None and type(None) in get_args(hints[name]):
+        name, found, least = x.name, getattr(args, x.name), LEAST.get(x.name, 0)
+        is_number = type(found) in (int, float)
+        if found == x.default or not (is_number or type(x.default) in (int, float)):
             continue
-        if is_number and (isinstance(found, bool) or not isinstance(found, int | float)):
+        if found is None and type(None) in get_args(hints[name]):
+            continue
+        if not is_number:
             raise ConfigError(f"{name} must be a number, got {found!r}")
-        if isinstance(found, bool) or not isinstance(found, int | float) or found == x.default:
-            continue
         if name in POSITIVE and not 0 < found < math.inf:  # NaN too
             raise ConfigError(f"{name} must be above 0 and finite, got {found}")
         if name in SHARES and not 0 <= found <= 1:
@@ -274,12 +261,30 @@ def check_numbers(args: Any) -> None:
             raise ConfigError(f"{name} must be at least {least} and finite, got {found}")
 
 
-def resumes(args: Any) -> bool:
-    """Return whether a run goes on from its last checkpoints.
+def check_trackers(args: Any) -> None:
+    """Raise ``ConfigError`` if ``report_to`` names one that is unknown or not installed."""
+    known = get_available_reporting_integrations()
+    for name in args.report_to:
+        if name not in known:
+            raise ConfigError(
+                f"report_to names {name!r}, which is not installed, or unknown to transformers; "
+                f"{', '.join(known) or 'no tracker'} can be given"
+            )
 
-    Raises:
-        ConfigError: ``resume_from_checkpoint`` names a checkpoint.
-    """
+
+@contextmanager
+def config_errors() -> Iterator[None]:
+    """Context in which errors of libraries are those of arguments, as ``ConfigError``."""
+    try:
+        yield
+    except AttnzooError:
+        raise
+    except (ValueError, TypeError, ImportError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def resumes(args: Any) -> bool:
+    """Return whether a run goes on from its last checkpoints, which are not given by name."""
     given = str(args.resume_from_checkpoint).lower()
     if given not in ("none", "false", "", "true"):
         raise ConfigError(
@@ -290,10 +295,7 @@ def resumes(args: Any) -> bool:
 
 
 def identity(args: Any) -> dict[str, Any]:
-    """Return what changes the result of a run, as JSON data: fields, and the number of processes.
-
-    Processes that share rows count once.
-    """
+    """Return the fields that change a result; ``processes`` that share rows count once."""
     given = {n: x for n, x in args.to_dict().items() if not n.startswith(SAME_RESULT)}
     given["processes"] = args.world_size // given.get("cp_size", 1)
     return {name: x for name, x in given.items() if x is not None}

@@ -51,33 +51,29 @@ class RowOptions:
     repeats_per_row: int = 1
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        """Check the fields.
 
-        Raises:
-            ConfigError: A number is too small, or not finite.
-        """
-        check_numbers(self)
-
-
-def load_rows(path: Path | str, data: Sequence[Path | str], args: Any) -> tuple[Rows, Rows]:
+def load_rows(
+    path: Path | str, data: Sequence[Path | str], args: Any, length: int | None = None
+) -> tuple[Rows, Rows]:
     """Return packed training rows and held-out rows in a model's tokens.
 
     Args:
         path: Folder of the model.
         data: As in :func:`load_documents`.
         args: :class:`RowOptions`, or arguments with these fields.
+        length: Tokens of a row, in place of ``max_length``.
 
     Raises:
         DataError: The data cannot be read, or are shorter than a row.
     """
+    check_numbers(args)
     path = Path(path)
     vocab_size = read_field(read_config(path).get_text_config(), "vocab_size")
     if vocab_size is None:
         raise SpecError(f"{str(path)!r} holds no model of text; give a language model")
     tokenizer = load_tokenizer(path)
     halves = split_documents(load_documents(data, args, tokenizer))
-    train, held_out = (pack(part, tokenizer, args.max_length) for part in halves)
+    train, held_out = (pack(part, tokenizer, length or args.max_length) for part in halves)
     for rows in (train, held_out):
         check_vocabulary(int(rows.tokens.max()), vocab_size)
     check_positions(path, max(1 + int(x.positions.max()) for x in (train, held_out)))
@@ -215,7 +211,7 @@ def split_documents(
     Equal documents are on the same side.
 
     Raises:
-        DataError: There is a single one, and it is not to be ``cut``.
+        DataError: There is a single one, and it is not to be ``cut``, or is too short for that.
     """
     digests = list(documents["digest"])
     if min(digests) == max(digests) and not cut:
@@ -223,7 +219,10 @@ def split_documents(
     if min(digests) == max(digests):
         text = documents[0]["text"]
         end = len(text) * 9 // 10
-        first, last = (datasets.Dataset.from_dict({"text": [x]}) for x in (text[:end], text[end:]))
+        parts = text[:end], text[end:]
+        if not all(x.strip() for x in parts):
+            raise DataError(f"A tenth of the text is held out, which is too short: {text!r}")
+        first, last = (datasets.Dataset.from_dict({"text": [x]}) for x in parts)
         return first, last
     least = sorted(digests)[max(1, len(digests) // HELD_OUT) - 1]
     held_out = np.array([digest <= least for digest in digests])

@@ -366,10 +366,11 @@ def evaluate(
     _check_arguments(path, data, tasks, original)
     judge, scores = None, {}
     if data:
-        options = RowOptions(dataset_text_field=column, max_tokens=max_tokens)
+        sizes: Any = {"max_tokens": max_tokens, "max_length": row_length}
+        options = RowOptions(dataset_text_field=column, **sizes)
 
         def load(length: int) -> Rows:
-            return load_rows(path, data, replace(options, max_length=length))[1]
+            return load_rows(path, data, options, length)[1]
 
         held_out = load(row_length)
         judge = Evaluator(path, held_out, load, rows=rows, target_length=target_length, log=log)

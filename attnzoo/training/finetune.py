@@ -20,7 +20,7 @@ import torch
 from accelerate import PartialState
 from jinja2 import TemplateError
 
-from attnzoo.errors import AttnzooError, ConfigError, SpecError
+from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.corpus import load_tokenizer
 from attnzoo.evaluation.rows import require_finite
 from attnzoo.hf.configs import read_field
@@ -32,7 +32,14 @@ from attnzoo.hf.swap.convert import original_attention, restore, swap
 from attnzoo.optional_packages import OptionalPackage
 from attnzoo.report.output_path import atomic_write
 from attnzoo.spec import AttentionSpec
-from attnzoo.training.arguments import check_numbers, identity, refuse_unused, resumes
+from attnzoo.training.arguments import (
+    check_numbers,
+    check_trackers,
+    config_errors,
+    identity,
+    refuse_unused,
+    resumes,
+)
 from attnzoo.training.data import RowOptions, check_positions, load_documents, split_documents
 from attnzoo.training.loading import load_causal
 from attnzoo.training.planner import weights_fingerprint
@@ -139,6 +146,7 @@ def _check_arguments(args: Any, model_args: Any) -> None:
     for given in (args, model_args):
         refuse_unused(given, unused)
         check_numbers(given)
+    check_trackers(args)
     if model_args.dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {model_args.dtype!r}")
 
@@ -176,9 +184,8 @@ def _trainer(
     train, held_out = halves
     options = {"train_dataset": train, "eval_dataset": held_out, "peft_config": adapters}
     try:
-        found = trl.SFTTrainer(model, args, processing_class=tokenizer, **options)
-    except ValueError as error:  # of arguments that exclude each other
-        raise error if isinstance(error, AttnzooError) else ConfigError(str(error)) from error
+        with config_errors():
+            found = trl.SFTTrainer(model, args, processing_class=tokenizer, **options)
     except TemplateError as error:  # of a template that came with the model
         raise SpecError(f"The chat template cannot write the messages: {error}") from error
     rows = found.train_dataset[:]

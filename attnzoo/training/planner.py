@@ -59,16 +59,7 @@ def weights_fingerprint(model: nn.Module) -> str:
 def require_trained(
     model: nn.Module, states: Mapping[str, Mapping[str, Tensor]], folder: Path
 ) -> None:
-    """Raise an error if saved layers are as a swap starts.
-
-    Args:
-        model: A model that has just been swapped.
-        states: Those of backends, by the name of the layer.
-        folder: Where they were saved, with rounded numbers if the model has them.
-
-    Raises:
-        SpecError: They are.
-    """
+    """Raise ``SpecError`` if saved states, by layer, are those of a fresh swap, ``model``."""
     layers, dtype = swapped_layers(model), saved_dtype(folder)
     for name, state in states.items():
         start = layers[name].state_dict()

@@ -22,18 +22,29 @@ from torch.utils.data import default_collate
 from transformers import PreTrainedModel, set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from attnzoo.errors import ConfigError, SpecError
+from attnzoo.errors import SpecError
 from attnzoo.evaluation.kernel_checks import check_model_kernels
 from attnzoo.evaluation.rows import Rows, contributions, separates_documents
 from attnzoo.evaluation.rows import predictions as row_predictions
-from attnzoo.hf.adapters.lora import add_adapters, require_peft, with_adapters
+from attnzoo.hf.adapters.lora import (
+    add_adapters,
+    check_target_modules,
+    require_peft,
+    with_adapters,
+)
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.names import NAME
 from attnzoo.hf.saving.dtype import round_weights, saved_dtype
 from attnzoo.hf.saving.files import model_class, read_config
 from attnzoo.hf.swap.convert import original_attention, restore, swap
 from attnzoo.spec import AttentionSpec
-from attnzoo.training.arguments import RecoveryArguments, identity, resumes
+from attnzoo.training.arguments import (
+    RecoveryArguments,
+    config_errors,
+    identity,
+    refuse_unused,
+    resumes,
+)
 from attnzoo.training.callbacks import BestState, HeadEntropy
 from attnzoo.training.data import load_rows, load_texts
 from attnzoo.training.distil import token_divergence
@@ -99,6 +110,8 @@ class Recovery:
         set_seed(args.seed)
         self.model: Any = self.load_model()
         saved = self.load(dtype=self.dtype) if self.is_narrow else self.model
+        if args.train == "lora" and args.lora_target_modules is not None:
+            check_target_modules(self.model, args.lora_target_modules)
         found = weights_fingerprint(saved)
         if weights not in (None, found):
             raise SpecError(
@@ -191,7 +204,7 @@ class Recovery:
         return Evaluator(
             self.path,
             self.held_out,
-            lambda length: load_rows(self.path, self.data, args.of_length(length))[1],
+            lambda length: load_rows(self.path, self.data, args, length)[1],
             target_length=args.target_length,
             log=self.log,
         )
@@ -293,15 +306,16 @@ class Recovery:
         order = {"first": self.taken, "steps": args.max_steps, "batch": batch, "seed": args.seed}
         self.taken += args.max_steps
         measured = self.teacher is None and self.state.num_processes == 1 and swapped_layers(model)
-        trainer = kind(
-            model,
-            args,
-            best=self.best(generates=name == "distil"),
-            train_dataset=StageRows(self.rows, **order),
-            data_collator=default_collate,
-            callbacks=[HeadEntropy(self.held_out_texts())] if measured else [],
-            **options,
-        )
+        with config_errors():
+            trainer = kind(
+                model,
+                args,
+                best=self.best(generates=name == "distil"),
+                train_dataset=StageRows(self.rows, **order),
+                data_collator=default_collate,
+                callbacks=[HeadEntropy(self.held_out_texts())] if measured else [],
+                **options,
+            )
         trainer.train(resume_from_checkpoint=resumes(args))
         self.stages[name] = trainer.state.log_history
         return self.gathered(trainer, rebuild)
@@ -490,13 +504,9 @@ class EncoderRecovery(Recovery):
 
     def check_arguments(self) -> None:
         """Raise an error for arguments of predictions and of packed rows."""
-        unset = {"cross_entropy": 0.0, "hidden_states": 0.0, "target_length": None, "cp_size": 1}
-        for name, value in unset.items():
-            if getattr(self.args, name) != value:
-                raise ConfigError(
-                    f"{name} applies to predicted tokens, but an encoder is distilled to its last "
-                    "hidden states, and each of its rows is one text; leave it out"
-                )
+        reason = "an encoder is distilled to its last hidden states, and each row is one text"
+        names = ("cross_entropy", "hidden_states", "target_length", "cp_size")
+        refuse_unused(self.args, dict.fromkeys(names, reason))
 
     def load_rows(self) -> tuple[Any, Any]:
         """Return training texts and held-out texts."""
@@ -555,17 +565,10 @@ def held_out_divergence(model: Any, rows: Rows, original: Any = None) -> float:
 def transferred_layers(
     model: PreTrainedModel, folder: Path, weights: str
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the states of a saved model's layers that have the same backend and options.
+    """Return the states of a saved swap's layers that have the same backend and options.
 
     Transfer trains every layer on softmax's inputs, so one run over all layers serves every plan.
-
-    Args:
-        model: A swapped model, as the swap starts.
-        folder: A saved swap of the same model whose own weights were not trained.
-        weights: Fingerprint of the model's weights.
-
-    Raises:
-        SpecError: The saved model has other weights, no layer in common, or is not trained.
+    ``SpecError`` is raised if the saved model has other weights, no such layer, or is not trained.
     """
     saved: Any = load_model(folder, None, type(model))
     if weights_fingerprint(saved) != weights:

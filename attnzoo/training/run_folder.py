@@ -76,7 +76,7 @@ class RunFolder:
 
     def _begin(self, *, resume: bool) -> dict[str, Any] | None:
         path, results = self.checkpoints / RUN, self.out / self.results
-        if not path.is_file() and not results.is_file():
+        if not results.is_file() and not any(self.checkpoints.glob("*/checkpoint-*")):
             atomic_write(path, json.dumps(self.run, indent=2))
             return None
         if not resume:

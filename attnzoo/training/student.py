@@ -43,6 +43,7 @@ from attnzoo.hf.stock.gated_delta_net import (
     student_weights,
 )
 from attnzoo.hf.stock.layer_inputs import softmax_layer
+from attnzoo.training.arguments import refuse_unused
 from attnzoo.training.evaluator import CONTROL
 from attnzoo.training.plan import Plan, count_exact_layers
 from attnzoo.training.planner import Chosen, OnStep, Planner
@@ -138,20 +139,13 @@ def require_student_settings(config: Any) -> None:
         ConfigError: There is one.
     """
     float32 = "recurrent layers are trained, which need float32"
-    unset = {
-        "transfer_from": (None, "each student has a transfer of its own"),
-        "transfer_target": ("output", "a recurrent layer of a stock class has no weights of keys"),
-        "cross_entropy": (0.0, "the teacher is not tuned on the text"),
-        "cp_size": (1, "a recurrent layer of a stock class cannot split a row over processes"),
-        "dtype": ("float32", float32),
-        "load_in_4bit": (False, float32),
+    unused = {
+        "transfer_from": "each student has a transfer of its own",
+        "transfer_target": "a recurrent layer of a stock class has no weights of keys",
+        "cross_entropy": "the teacher is not tuned on the text",
+        "cp_size": "a recurrent layer of a stock class cannot split a row over processes",
     }
-    for name, (value, reason) in unset.items():
-        if getattr(config, name) != value:
-            raise ConfigError(
-                f"{name}={getattr(config, name)!r} does not apply to a student with a teacher: "
-                f"{reason}; leave it out"
-            )
+    refuse_unused(config, unused | dict.fromkeys(("dtype", "load_in_4bit"), float32))
     if config.train == "lora":
         raise ConfigError(
             "train='lora' has no adapters for the recurrent layers of a stock class; give "

@@ -91,16 +91,46 @@ def test_invalid_command_lines(given, message):
         parse("recover", *given)
 
 
-def test_invalid_files(tmp_path):
-    path = tmp_path / "x.yaml"
-    for text, message in (
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
         ("max_step: 3", r"'max_step', which .* Did you mean 'max_steps'"),
         ("- 3", "must have fields"),
         ("a: [", "no YAML file"),
-    ):
-        path.write_text(text)
-        with pytest.raises(ConfigError, match=message):
-            parse("recover", "--config", path)
+        ("max_steps: [1]", r"no value of max_steps in \[1\]"),
+        ("attention: [linear]", r"no value of attention in \['linear'\]"),
+        ("max_length: null", "no value of max_length in None"),
+        ("max_steps: {a: 1}", "no value of max_steps in {'a': 1}"),
+        ("data: [[a]]", r"no value of data in \[\['a'\]\]"),
+        ("data: []", "no value of data"),
+        ("max_steps: 1.5", "in the file of --config: .*invalid int value: '1.5'"),
+        ("bf16: maybe", "in the file of --config: .*bf16"),
+        ("train: all", "invalid choice: 'all'"),
+        ("seed: true", "invalid int value: 'True'"),
+    ],
+)
+def test_invalid_files(tmp_path, text, message):
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"(?i){message}"):
+        parse("recover", "--config", path)
+
+
+def test_values_of_files_have_the_types_of_options(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text(
+        "data: notes.txt\nlayers: 0-1=flash\nelse: flash\nattention: linear\nbf16: false\n"
+        "lr_scheduler_kwargs: {num_cycles: 2}\nlora_alpha: null\nlora_target_modules: q_proj\n"
+        "learning_rate: 3e-4\nmax_tokens: 300\nresume_from_checkpoint: true\n"
+    )
+    swap, args = parse("recover", "--config", path, "--data", "more.txt")
+    assert (swap.data, swap.layers) == (["notes.txt", "more.txt"], ["0-1=flash"])
+    assert (swap.else_, args.bf16, args.lora_alpha) == ("flash", False, None)
+    assert (args.lr_scheduler_kwargs, args.learning_rate) == ({"num_cycles": 2}, 3e-4)
+    assert (args.lora_target_modules, args.max_tokens) == (["q_proj"], "300")
+    assert args.resume_from_checkpoint == "True"
+    path.write_text("max_length: null\n")
+    assert parse("finetune", "--config", path)[1].max_length is None
 
 
 def test_a_model_and_a_folder_for_the_result_are_required(tmp_path):

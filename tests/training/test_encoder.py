@@ -193,9 +193,9 @@ def test_verdict_begins_with_a_result_worse_than_its_window():
 
 def test_invalid_arguments_are_refused(encoder, lines, saved, tmp_path):
     out = tmp_path / "out"
-    with pytest.raises(ConfigError, match="cross_entropy applies to predicted tokens"):
+    with pytest.raises(ConfigError, match="cross_entropy has no effect: an encoder"):
         recover(encoder, SPEC, [lines], config(out, cross_entropy=0.5))
-    with pytest.raises(ConfigError, match="hidden_states applies to predicted tokens"):
+    with pytest.raises(ConfigError, match="hidden_states has no effect: an encoder"):
         recover(encoder, SPEC, [lines], config(out, hidden_states=1.0))
     with pytest.raises(DataError, match="a document of 33, and the model has 32 positions"):
         recover(encoder, SPEC, [lines], config(out, max_length=33))

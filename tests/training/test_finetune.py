@@ -143,6 +143,17 @@ def test_examples(saved, spec, tmp_path, kind):
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]", "alpha", "beta", "gamma", "delta"]
 
 
+def test_weights_are_trained_in_the_type_that_is_given(saved, text, spec, tmp_path):
+    model = hf.AutoModelForCausalLM.from_pretrained(saved, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "narrow")
+    hf.AutoTokenizer.from_pretrained(saved).save_pretrained(tmp_path / "narrow")
+    for name, dtype in (("auto", torch.bfloat16), ("float32", torch.float32)):
+        args = config(tmp_path / name, max_steps=1)
+        found = trl.ModelConfig(dtype=name)
+        finetune(tmp_path / "narrow", spec, [text], args, found, compare=False)
+        assert hf.AutoModelForCausalLM.from_pretrained(tmp_path / name).dtype == dtype
+
+
 def test_invalid_arguments_are_refused(saved, text, spec, tmp_path):
     with pytest.raises(SpecError, match="is not swapped; give an attention"):
         finetune(saved, None, [text], config(tmp_path / "out"))

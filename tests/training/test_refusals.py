@@ -1,7 +1,9 @@
 """Arguments that recover and finetune refuse, and those that make another run."""
 
 import dataclasses
+import json
 import math
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -9,14 +11,21 @@ import torch
 import transformers as hf
 import trl
 import typer
+from accelerate import PartialState
 
-from attnzoo.cli import app
+import attnzoo
+from attnzoo import cli
 from attnzoo.errors import AttnzooError, ConfigError
 from attnzoo.evaluation.rows import Rows
 from attnzoo.training import arguments as module
 from attnzoo.training import recovery
 from attnzoo.training.arguments import RecoveryArguments, check_numbers, identity, resumes
+from attnzoo.training.data import DataError
+from attnzoo.training.evaluator import evaluate
 from attnzoo.training.finetune import finetune
+from attnzoo.training.run_folder import RunError, RunFolder
+from attnzoo.training.trainer import LogitDistillationTrainer, TransferTrainer
+from tests.training.short_runs import arguments
 
 CLASSES = (RecoveryArguments, trl.SFTConfig, trl.ModelConfig)
 USED = {"dtype", "load_in_4bit", "use_peft"}  # of ModelConfig; others are those of adapters
@@ -25,6 +34,12 @@ OPTIONAL = {  # numbers that may be None
     (RecoveryArguments, "save_total_limit"),
 }
 ADAPTERS = {x.name for x in dataclasses.fields(trl.ModelConfig) if "lora" in x.name} | {"use_dora"}
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(monkeypatch, tmp_path):
+    """What a check lets pass is not written into the tree."""
+    monkeypatch.chdir(tmp_path)
 
 
 def make(cls, **changes):
@@ -106,7 +121,7 @@ def test_numbers_of_all_commands_have_a_least_value():
     known |= {"heads": {"prune", "max_length"}, "inspect": {"layer", "head", "max_length"}}
     least = {
         (name, x.name): x.min
-        for name, command in typer.main.get_command(app).commands.items()
+        for name, command in typer.main.get_command(cli.app).commands.items()
         for x in command.params
         if x.type_descriptor.annotation in (int, float) and x.name not in known.get(name, ())
     }
@@ -137,7 +152,7 @@ def test_arguments_that_change_a_result_make_another_run(cls, monkeypatch):
         found = identity(make(cls, **{name: value}))
         assert {x for x in found if found[x] != first.get(x)} == {name}
     for name, value in {
-        **{"output_dir": "other", "run_name": "b", "report_to": "tensorboard", "save_steps": 3},
+        **{"output_dir": "other", "run_name": "b", "log_level": "error", "save_steps": 3},
         **{"logging_steps": 7, "resume_from_checkpoint": "True", "dataloader_num_workers": 1},
         **{"gradient_checkpointing": True, "disable_tqdm": True},
     }.items():
@@ -162,3 +177,76 @@ def test_rows_are_on_the_device_of_the_model(monkeypatch, model):
     assert [(x.tokens.device.type, x.positions.device.type, len(x)) for x in found] == [
         ("meta", "meta", 2)
     ]
+
+
+def test_trackers_and_data_types_are_known(saved, tmp_path):
+    with pytest.raises(ConfigError, match="report_to names 'nosuch', which is not installed"):
+        make(RecoveryArguments, report_to="nosuch")
+    given = "/absent", None, []
+    with pytest.raises(ConfigError, match="report_to names 'nosuch'"):
+        finetune(*given, make(trl.SFTConfig, report_to=["nosuch"]))
+    with pytest.raises(ConfigError, match=r"dtype must be one of auto, float32, .*, got 'int8'"):
+        finetune(*given, make(trl.SFTConfig), trl.ModelConfig(dtype="int8"))
+
+
+def test_numbers_of_evaluations_are_checked(saved, text, tmp_path):
+    model = hf.AutoModelForCausalLM.from_pretrained(saved)
+    attnzoo.swap(model, "linear").save_pretrained(tmp_path)
+    for length in (-5, 0, 1):
+        with pytest.raises(ConfigError, match=f"max_length must be at least 8.* got {length}"):
+            evaluate(tmp_path, [text], row_length=length)
+
+
+@pytest.mark.parametrize("kind", [TransferTrainer, LogitDistillationTrainer])
+def test_a_stage_by_itself_has_the_rate_of_a_run(model, tmp_path, kind):
+    attnzoo.swap(model, "gated_linear", feature_map="hedgehog", window=4)
+    ids = torch.arange(3, 27)
+    args = arguments(tmp_path, max_steps=1, save_strategy="no", train="full", weight_decay=0.3)
+    for given, expected in (
+        (None, {2e-2} if kind is TransferTrainer else {1e-4, 5e-3}),
+        (3e-3, {3e-3}),
+    ):
+        args.learning_rate = given
+        trainer = kind(model, args, train_dataset=[{"input_ids": ids, "labels": ids}] * 4)
+        rates = {x["lr"] for x in trainer.create_optimizer().param_groups}
+        assert rates == expected | ({5e-3} if kind is LogitDistillationTrainer else set())
+        trainer.train()
+    args.optim_args = "nonsense"
+    with pytest.raises(ConfigError):
+        kind(model, args, train_dataset=[]).create_optimizer()
+
+
+def test_a_run_without_a_checkpoint_gives_way_to_another(tmp_path):
+    """Such as one whose options were refused after its folder was made."""
+    for steps in (3, 5):
+        folder = RunFolder(tmp_path, {"config": {"max_steps": steps}})
+        with folder.open(resume=steps == 5, state=PartialState()) as finished:
+            assert finished is None
+        assert json.loads((folder.checkpoints / "run.json").read_text()) == folder.run
+    (folder.checkpoints / "transfer" / "checkpoint-2").mkdir(parents=True)
+    with (
+        pytest.raises(RunError, match="holds a run"),
+        folder.open(resume=False, state=PartialState()),
+    ):
+        pass
+
+
+def test_names_of_layers_are_checked_before_anything_is_measured(saved, text, spec, tmp_path):
+    args = arguments(tmp_path / "out", lora_target_modules=["q_proj", "k_prj"])
+    with pytest.raises(ConfigError, match=r"names 'k_prj', .* Did you mean 'k_proj'"):
+        recovery.Recovery(saved, spec, [text], args, print)
+
+
+def test_a_text_without_a_tenth_to_hold_out_is_refused(saved, spec, tmp_path):
+    (tmp_path / "one.txt").write_text("x")
+    with pytest.raises(DataError, match="which is too short: 'x'"):
+        finetune(saved, spec, [tmp_path / "one.txt"], make(trl.SFTConfig))
+
+
+@pytest.mark.parametrize("command", ["tasks --task nosuch", "compare --lengths x"])
+def test_results_do_not_go_into_the_folder_of_a_model(saved, command, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["attnzoo", *command.split(), "--output-dir", str(saved)])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 2
+    assert "holds a model" in " ".join(capsys.readouterr().err.split())

@@ -191,12 +191,12 @@ def test_the_window_of_equal_memory_is_that_of_the_cache(pair, dtype):
 
 REFUSED = {
     "lora": ({"train": "lora"}, "has no adapters"),
-    "labels": ({"cross_entropy": 0.5}, "cross_entropy=0.5 does not apply"),
+    "labels": ({"cross_entropy": 0.5}, "cross_entropy has no effect: the teacher"),
     "weights": ({"transfer_target": "attention"}, "no weights of keys"),
     "transfer": ({"transfer_from": "x"}, "has a transfer of its own"),
     "type": ({"dtype": "bfloat16", "train": "extras"}, "which need float32"),
     "4 bits": ({"load_in_4bit": True, "train": "extras"}, "which need float32"),
-    "split rows": ({"cp_size": 2}, "cp_size=2 does not apply"),
+    "split rows": ({"cp_size": 2}, "cp_size has no effect: a recurrent layer"),
 }
 
 

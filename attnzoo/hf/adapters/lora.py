@@ -49,7 +49,7 @@ def with_adapters(
         ConfigError: A name of ``target_modules`` is that of no layer.
     """
     if target_modules is not None:
-        _check_names(model, target_modules)
+        check_target_modules(model, target_modules)
     return peft.get_peft_model(
         model,
         peft.LoraConfig(
@@ -89,7 +89,7 @@ def add_adapters(model: nn.Module, trained: Any) -> None:
             weight.data = (weight.data.float() + delta).to(weight.dtype)
 
 
-def _check_names(model: nn.Module, names: Sequence[str]) -> None:
+def check_target_modules(model: nn.Module, names: Sequence[str]) -> None:
     """Raise an error for a name that is the last part of no linear layer's, which PEFT ignores."""
     known = {
         name.rpartition(".")[2]
