@@ -1,4 +1,4 @@
-"""Every patch of transformers and TRL, with the reason why it is not a method of a class of ours.
+"""Every patch of transformers, with the reason why it is not a method of a class of ours.
 
 Those of PEFT are in :mod:`attnzoo.hf.peft_patches`; a swapped model's own methods are in
 :mod:`attnzoo.hf.swapped`. :mod:`attnzoo.autoload` runs a patch as soon as its module is loaded,
@@ -32,9 +32,7 @@ REASONS = {
     },
     "transformers.trainer": {
         "Trainer.get_decay_parameter_names": "it reads names and types of modules, not the model",
-        "Trainer.create_model_card": "it writes the card of any model itself",
     },
-    "trl.trainer.base_trainer": {"_BaseTrainer.create_model_card": "the same"},
     "transformers.integrations.executorch": {
         "TorchExportableModuleWithStaticCache.__init__": "it makes the cache and its buffers",
         "TorchExportableModuleWithHybridCache.__init__": "the same",
@@ -110,7 +108,7 @@ def patch_models(modeling_utils: Any) -> None:
 
 
 def patch_trainer(trainer: Any) -> None:
-    """Leave the decays and mixtures of backends out of weight decay, and complete the card."""
+    """Leave the decays and mixtures of backends out of weight decay."""
     cls = trainer.Trainer
     if not mark_patched(cls):
         return
@@ -123,28 +121,6 @@ def patch_trainer(trainer: Any) -> None:
         return without_exempt(model, get_decay_parameter_names(self, model))
 
     cls.get_decay_parameter_names = get_decay_parameter_names_without_extras
-    _patch_card(cls)
-
-
-def patch_trl(base_trainer: Any) -> None:
-    """Complete the card of TRL's trainers, which write one of their own."""
-    cls = base_trainer._BaseTrainer
-    if "create_model_card" in vars(cls) and mark_patched(cls):
-        _patch_card(cls)
-
-
-def _patch_card(cls: Any) -> None:
-    """Add the tag and how to load the model to the card that a trainer writes."""
-    create_model_card = cls.create_model_card
-
-    @wraps(create_model_card)
-    def create_model_card_with_loading(self: Any, *args: Any, **kwargs: Any) -> None:
-        from attnzoo.hf.saving.card import complete_trainer_card
-
-        create_model_card(self, *args, **kwargs)
-        complete_trainer_card(self)
-
-    cls.create_model_card = create_model_card_with_loading
 
 
 def patch_export(executorch: Any) -> None:
@@ -173,7 +149,6 @@ _PATCHES = {
     "transformers.masking_utils": patch_masks,
     "transformers.modeling_utils": patch_models,
     "transformers.trainer": patch_trainer,
-    "trl.trainer.base_trainer": patch_trl,
     "transformers.integrations.executorch": patch_export,
 }
 PATCHES = {name: guarded(patch) for name, patch in _PATCHES.items()}

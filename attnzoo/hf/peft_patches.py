@@ -199,12 +199,9 @@ def patch_adapter_models(peft_model: Any) -> None:
     @wraps(save_pretrained)
     def save_pretrained_with_swap(self: Any, *args: Any, **kwargs: Any) -> None:
         from attnzoo.hf.adapters import extras
-        from attnzoo.hf.saving.card import complete_adapter_card
 
         extras.prepare_save(self)
         save_pretrained(self, *args, **kwargs)
-        folder = args[0] if args else kwargs["save_directory"]
-        complete_adapter_card(self, folder)
 
     @wraps(get_prompt)
     def get_prompt_with_mark(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -50,7 +50,6 @@ __all__ = [
     "attend_to_layers",
     "attends_to_both_sequences",
     "attends_to_layers",
-    "auto_class_name",
     "bidirectional_mask_function",
     "cache_argument",
     "calls_attention_interface",
@@ -543,20 +542,6 @@ def names_kept_in_float32(model: nn.Module, dtype: torch.dtype) -> list[str]:
     if dtype == torch.float16:
         names += getattr(model, "_keep_in_fp32_modules", None) or ()
     return names if dtype in (torch.float16, torch.bfloat16) else []
-
-
-def auto_class_name(class_name: str) -> str:
-    """Return the auto class that loads a model class: ``AutoModelForCausalLM`` of ``Llama...``."""
-    mappings = {
-        "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        "AutoModelForMaskedLM": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-        "AutoModelForSeq2SeqLM": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-        "AutoModelForSequenceClassification": (
-            modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
-        ),
-    }
-    found = (name for name, classes in mappings.items() if class_name in classes.values())
-    return next(found, "AutoModel")
 
 
 def base_model_name(model: Any) -> str:

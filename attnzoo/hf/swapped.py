@@ -28,7 +28,6 @@ from attnzoo.hf.extras import initialise_backend
 from attnzoo.hf.heads.cut import current_heads, prune_when_built
 from attnzoo.hf.mixins import Mixin, stock_class, subclass
 from attnzoo.hf.names import NAME, PRUNED
-from attnzoo.hf.saving.card import complete_uploaded_card
 from attnzoo.hf.saving.checkpoints import report_missing_extras, without_disabled_extras
 from attnzoo.hf.saving.layer_specs import current_specs
 from attnzoo.hf.unchanged import unchanged_on_error
@@ -52,6 +51,7 @@ class SwappedModel(Mixin, Base):  # type: ignore[misc]
             super().__init__(config, *args, **kwargs)
         finally:
             _BUILDING.reset(token)
+        self.add_model_tags(NAME)
         prune_when_built(self)
         specs = (read_field(x, NAME) for x in reversed(outer))
         attach_when_built(self, next((x for x in specs if x is not None), None))
@@ -73,12 +73,6 @@ class SwappedModel(Mixin, Base):  # type: ignore[misc]
             if getattr(self, "_hf_peft_config_loaded", False):  # saves an adapter only
                 adapter_extras.prepare_save(self)
             return super().save_pretrained(*args, **kwargs)
-
-    def _upload_modified_files(
-        self, working_dir: Any, repo_id: str, *args: Any, **kwargs: Any
-    ) -> Any:
-        complete_uploaded_card(self, working_dir, repo_id)
-        return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
 
     def set_attn_implementation(
         self, attn_implementation: str | dict[str, Any], *args: Any, **kwargs: Any
@@ -166,3 +160,7 @@ def update_classes(model: nn.Module) -> None:
         if cls is not type(part):
             dict.setdefault(_CAN_RECORD_REGISTRY, str(cls), part._can_record_outputs)
             part.__class__ = cls
+            if swapped:
+                part.add_model_tags(NAME)
+            elif part.model_tags:
+                part.model_tags.remove(NAME)

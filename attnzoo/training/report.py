@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 
 import attnzoo
 from attnzoo.evaluation.margins import plus_minus
 from attnzoo.evaluation.models import embedded_name
 from attnzoo.hf.names import NAME
-from attnzoo.hf.saving.card import hub_id, kept_metadata, loading_section
 from attnzoo.report.table import Table, format_bytes, number
 from attnzoo.training.data import HUB_ID
 
+KEPT = ("license", "license_name", "license_link", "language")  # of the base model's card
 # the keys of a line and their headers; a column is shown if a line has its number
 COLUMNS = {
     "loss": "loss",
@@ -108,9 +109,9 @@ def card(run: Any, results: Mapping[str, Any]) -> str:
         library_name="transformers",
         pipeline_tag=task,
         tags=[NAME],
-        base_model=hub_id(run.path),
+        base_model=_hub_id(run.path),
         datasets=ids or None,
-        **kept_metadata(run.path),
+        **_kept_metadata(run.path),
     )
     parts = [
         f"---\n{data.to_yaml()}\n---\n",
@@ -129,13 +130,41 @@ def card(run: Any, results: Mapping[str, Any]) -> str:
     return "\n".join(parts)
 
 
+def _kept_metadata(folder: Path) -> dict[str, Any]:
+    """Return license and language of the card in a model's folder; empty without a card."""
+    path = folder / "README.md"
+    if not path.is_file():
+        return {}
+    given = ModelCard(path.read_text("utf-8"), ignore_metadata_errors=True).data
+    return {name: given.get(name) for name in KEPT if given.get(name) is not None}
+
+
+def _hub_id(folder: Path) -> str | None:
+    """Return the id of a model in the cache of the Hub; ``None`` for other folders."""
+    for part in folder.parts:
+        if part.startswith("models--"):
+            return part.removeprefix("models--").replace("--", "/", 1)
+    return None
+
+
+def _loading_text(name: str, auto_class: str) -> str:
+    """Return how to install attnzoo and load a swapped model, in Markdown."""
+    return (
+        "## Attention\n\n"
+        "The attention of this model was replaced by attnzoo. Install it, and import it before the "
+        "model is loaded:\n\n"
+        "```sh\npip install attnzoo\n```\n\n"
+        f"```python\nimport attnzoo\nfrom transformers import {auto_class}\n\n"
+        f'model = {auto_class}.from_pretrained("{name}")\n```\n'
+    )
+
+
 def _title(results: Mapping[str, Any], name: str, auto_class: str) -> list[str]:
     """Return the first paragraphs of a model card: what the model is, and the verdict."""
     verdict = f"**{results['verdict']}**\n"
     student = results.get("student")
     if student is None:
-        loading = loading_section(name, auto_class)
-        return ["# A model with swapped attention\n", verdict, loading]
+        return ["# A model with swapped attention\n", verdict, _loading_text(name, auto_class)]
     return [
         f"# A student of the class {student['class']}\n",
         verdict,
@@ -148,7 +177,7 @@ def _title(results: Mapping[str, Any], name: str, auto_class: str) -> list[str]:
 
 def _training_text(run: Any, ids: Sequence[str]) -> str:
     """Return from what, on what and in how many steps a model was trained."""
-    path, args, base = run.path, run.args, hub_id(run.path)
+    path, args, base = run.path, run.args, _hub_id(run.path)
     source = embedded_name(path) or path.resolve().name
     source = f"[{base}](https://huggingface.co/{base})" if base else source
     histories = {name: x for name, x in run.stages.items() if x and name != "softmax"}

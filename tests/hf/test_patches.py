@@ -71,7 +71,7 @@ def test_every_patched_attribute_has_a_reason():
         import_module(name)
     expected = {**PATCHES_OF_TRANSFORMERS, **PATCHES_OF_PEFT}
     assert patched_attributes() == {name: set(reasons) for name, reasons in expected.items()}
-    assert sum(map(len, PATCHES_OF_TRANSFORMERS.values())) <= 8  # with those of TRL
+    assert sum(map(len, PATCHES_OF_TRANSFORMERS.values())) <= 8
     assert sum(map(len, PATCHES_OF_PEFT.values())) <= 14
 
 

@@ -10,7 +10,6 @@ import peft
 import pytest
 import torch
 import transformers
-from huggingface_hub import ModelCard
 from torch.testing import assert_close
 
 import attnzoo
@@ -165,17 +164,6 @@ def train(trainer: Any, backend: str) -> None:
     moved = {n for n, p in trained.items() if not torch.equal(p, before[n])}
     assert moved == set(trained)
     assert all(m.ran is not None for m in backends)
-
-
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_the_card_has_the_tag_and_how_to_load_the_model(make_trainer, tokenizer, tmp_path, lora):
-    trainer = make_trainer("SFT", tiny(tokenizer, "linear"), "memory", lora)
-    trainer.create_model_card(model_name="mine")
-    card = ModelCard((tmp_path / "out" / "README.md").read_text("utf-8"))
-    assert {"trl", "sft", "attnzoo"} <= set(card.data.tags)
-    assert "pip install attnzoo" in card.text
-    found = "AutoPeftModelForCausalLM" if lora else "AutoModelForCausalLM"
-    assert f'{found}.from_pretrained("out")' in card.text
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["rows", "packed"])
