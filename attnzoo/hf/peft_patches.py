@@ -39,7 +39,7 @@ REASONS = {
     },
     "peft.auto": {"_BaseAutoPeftModel.from_pretrained": "it loads the base model, not swapped"},
     "peft.utils.hotswap": {
-        "hotswap_adapter_from_state_dict": "it knows no modules beside the layers of the adapter"
+        "hotswap_adapter_from_state_dict": "it would run an adapter of another swap"
     },
 }
 INIT = "init_lora_weights"
@@ -235,7 +235,7 @@ def patch_auto_models(auto: Any) -> None:
 
 
 def patch_hotswap(hotswap: Any) -> None:
-    """Check an adapter whose weights replace those of another one, and replace its backends too."""
+    """Check an adapter whose weights replace those of another one."""
     if not mark_patched(hotswap):
         return
     replace_weights = hotswap.hotswap_adapter_from_state_dict
@@ -246,12 +246,8 @@ def patch_hotswap(hotswap: Any) -> None:
     ) -> None:
         from attnzoo.hf.adapters import extras
 
-        inner = getattr(model, "_orig_mod", model)  # in torch.compile(model)
-        extras.check_replacement(inner, adapter_name, vars(config))
-        tuner, backends = extras.split_extras(inner, adapter_name, state_dict)
-        replace_weights(model, tuner, adapter_name, config, *args, **kwargs)
-        for backend, own in backends:
-            backend.load_state_dict(own)
+        extras.check_hotswap(model, adapter_name, vars(config), state_dict)
+        replace_weights(model, state_dict, adapter_name, config, *args, **kwargs)
 
     hotswap.hotswap_adapter_from_state_dict = hotswap_adapter_of_the_swap
 

@@ -29,7 +29,7 @@ from attnzoo.hf.heads.cut import current_heads, prune_when_built
 from attnzoo.hf.mixins import Mixin, stock_class, subclass
 from attnzoo.hf.names import NAME, PRUNED
 from attnzoo.hf.saving.checkpoints import report_missing_extras, without_disabled_extras
-from attnzoo.hf.saving.layer_specs import current_specs
+from attnzoo.hf.saving.layer_specs import require_spec_of_layers
 from attnzoo.hf.unchanged import unchanged_on_error
 
 # Configs of the swapped models that are being built, the outermost first
@@ -69,7 +69,8 @@ class SwappedModel(Mixin, Base):  # type: ignore[misc]
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """Save the model with the swap that it runs, without the extras of a disabled one."""
-        with current_heads(self), current_specs(self), without_disabled_extras(self):
+        require_spec_of_layers(self)
+        with current_heads(self), without_disabled_extras(self):
             if getattr(self, "_hf_peft_config_loaded", False):  # saves an adapter only
                 adapter_extras.prepare_save(self)
             return super().save_pretrained(*args, **kwargs)
@@ -116,7 +117,8 @@ class SwappedModel(Mixin, Base):  # type: ignore[misc]
             adapter_extras.check_saved_replacement(self, name, peft_model_id, options)
         with unchanged_on_error(self):
             info = super().load_adapter(peft_model_id, adapter_name, *args, **kwargs)
-            adapter_extras.load_extras(self, name, peft_model_id, options, info)
+            unread = [key for key in info.unexpected_keys if f".{NAME}." in key]
+            adapter_extras.refuse_unread_extras(self, unread)
         return info
 
     def enable_adapters(self) -> None:

@@ -25,9 +25,8 @@ from attnzoo.evaluation.corpus import load_tokenizer
 from attnzoo.evaluation.rows import require_finite
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.names import NAME
-from attnzoo.hf.saving.companions import copy_companions, move_files
 from attnzoo.hf.saving.dtype import saved_dtype
-from attnzoo.hf.saving.files import read_config
+from attnzoo.hf.saving.files import copy_modules, move_files, read_config
 from attnzoo.hf.swap.convert import original_attention, restore, swap
 from attnzoo.optional_packages import OptionalPackage
 from attnzoo.report.output_path import atomic_write
@@ -215,7 +214,7 @@ def _save(trainer: Any, path: Path, folder: RunFolder, results: dict[str, Any]) 
     partial = folder.out / "model.partial"
     trainer.save_model(str(partial))
     if trainer.is_world_process_zero():
-        copy_companions(path, partial)
+        copy_modules(path, partial)
         move_files(partial, folder.out)
         atomic_write(folder.out / RESULTS, json.dumps(results, indent=2))
         for part in folder.checkpoints.glob("*/"):

@@ -16,9 +16,8 @@ from transformers import PreTrainedModel
 from attnzoo.errors import AttnzooError
 from attnzoo.evaluation.corpus import load_tokenizer
 from attnzoo.hf.configs import set_dropout
-from attnzoo.hf.saving.companions import copy_companions, move_files
 from attnzoo.hf.saving.dtype import cast_weights
-from attnzoo.hf.saving.files import read_config
+from attnzoo.hf.saving.files import copy_modules, move_files, read_config
 from attnzoo.report.output_path import atomic_write, check_folder
 from attnzoo.training.report import card
 
@@ -135,7 +134,7 @@ def save_model(run: Any, model: PreTrainedModel, results: dict[str, Any]) -> dic
         set_dropout(model.config, read_config(run.path))
         model.save_pretrained(partial)
         load_tokenizer(run.path).save_pretrained(partial)
-        copy_companions(run.path, partial)
+        copy_modules(run.path, partial)
         (partial / "README.md").write_text(card(run, results), "utf-8")
         move_files(partial, out)
         atomic_write(out / RESULTS, json.dumps(results, indent=2))

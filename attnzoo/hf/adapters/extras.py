@@ -21,12 +21,11 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from attnzoo.contract.backend import AttentionBackend
 from attnzoo.errors import SpecError, UnsupportedError
-from attnzoo.hf import seam
 from attnzoo.hf.adapters.config import check_swap, download_options, record_swap
 from attnzoo.hf.configs import has_field
 from attnzoo.hf.layers import unwrap_model
 from attnzoo.hf.names import LOADED, NAME
-from attnzoo.hf.saving.layer_specs import current_specs
+from attnzoo.hf.saving.layer_specs import require_spec_of_layers
 from attnzoo.hf.unchanged import reset_on_error
 from attnzoo.registry import build_backend
 
@@ -136,94 +135,28 @@ def _listed_backends(model: nn.Module, names: Iterable[str]) -> list[str]:
     ]
 
 
-def split_extras(
-    model: nn.Module, name: str, weights: Mapping[str, torch.Tensor]
-) -> tuple[dict[str, torch.Tensor], list[tuple[nn.Module, dict[str, torch.Tensor]]]]:
-    """Split the weights of an adapter: those of its tuner, and those of each backend.
-
-    Args:
-        model: The model.
-        name: Name of the model's adapter that they replace.
-        weights: The weights by their names in the model.
-
-    Raises:
-        SpecError: The model has no adapter of this name, or weights of backends are missing, or
-            are those of no module of the model.
-    """
-    names = list(getattr(model, "peft_config", {}))
-    if name not in names:
-        raise SpecError(
-            f"The model has no adapter {name!r} to replace; it has {', '.join(map(repr, names))}. "
-            "load_adapter adds one"
-        )
-    tuner = {key: x for key, x in weights.items() if f".{NAME}." not in key}
-    unread, backends = set(weights) - set(tuner), []
-    for module_name, _, module in _backends(model):
-        if isinstance(module, AttentionBackend) or name not in module.modules_to_save:
-            continue
-        backend = module.modules_to_save[name]
-        keys = {key: f"{module_name}.{key}" for key in backend.state_dict()}
-        unread ^= set(keys.values())
-        backends.append((backend, {x: weights[key] for x, key in keys.items() if key in weights}))
-    refuse_unread_extras(model, unread)
-    return tuner, backends
-
-
-def load_extras(
-    model: nn.Module, name: str, path: Any, options: Mapping[str, Any], info: Any
+def check_hotswap(
+    model: nn.Module, name: str, config: Mapping[str, Any], weights: Iterable[str]
 ) -> None:
-    """Load the backends of an adapter that older versions of transformers leave out.
-
-    They load no modules of ``modules_to_save``, and report their weights as unexpected.
+    """Raise if PEFT cannot write the weights of an adapter over those of another one.
 
     Args:
-        model: The model, which has the adapter.
+        model: The model, or the result of ``torch.compile``.
         name: Name of the adapter.
-        path: Folder or id of the saved adapter, or ``None``.
-        options: The options of the download, and the weights if there is no ``path``.
-        info: What transformers reports, which is changed.
+        config: The fields of the new adapter's config.
+        weights: Names of its weights.
 
     Raises:
-        SpecError: Weights of backends are those of no module of the model.
+        SpecError: It was trained for another swap, or one of both has no parameters of backends.
+        UnsupportedError: Both have some.
     """
-    if not any(f".{NAME}." in key for key in info.unexpected_keys):
-        return
-    if path is None:
-        weights = options["adapter_state_dict"]
-    else:
-        from peft.utils.save_and_load import load_peft_weights
-
-        weights = load_peft_weights(path, device="cpu", **download_options(options))
-    saved = {key.removeprefix("base_model.model."): x for key, x in weights.items()}
-    for module_name, _, module in _backends(model):
-        if isinstance(module, AttentionBackend) or name not in module.modules_to_save:
-            continue
-        backend = module.modules_to_save[name]
-        prefix, own = _saved_extras(model, module_name, saved)
-        if not own.keys() <= backend.state_dict().keys():
-            continue
-        backend.load_state_dict(own, strict=False)
-        for found in (prefix, f"{module_name}."):
-            info.unexpected_keys -= {found + key for key in own}
-        info.missing_keys -= {f"{module_name}.modules_to_save.{name}.{key}" for key in own}
-    refuse_unread_extras(model, [key for key in info.unexpected_keys if f".{NAME}." in key])
-
-
-def _saved_extras(
-    model: nn.Module, module_name: str, saved: Mapping[str, torch.Tensor]
-) -> tuple[str, dict[str, torch.Tensor]]:
-    """Return what precedes the names of a backend's weights in an adapter, and the weights.
-
-    The adapter of a model with a head names modules with a prefix that those of its base model
-    lack.
-    """
-    base = f"{seam.base_model_name(model)}."
-    for name in (module_name, base + module_name, module_name.removeprefix(base)):
-        prefix = f"{name}."
-        own = {key.removeprefix(prefix): x for key, x in saved.items() if key.startswith(prefix)}
-        if own:
-            break
-    return prefix, own
+    inner: Any = getattr(model, "_orig_mod", model)  # in torch.compile(model)
+    check_replacement(inner, name, config)
+    if any(f".{NAME}." in key for key in weights):
+        raise UnsupportedError(
+            "hotswap replaces no parameters of backends, which this adapter has. Load it under "
+            "another name, and call set_adapter"
+        )
 
 
 def refuse_unread_extras(model: nn.Module, keys: Collection[str]) -> None:
@@ -240,8 +173,9 @@ def refuse_unread_extras(model: nn.Module, keys: Collection[str]) -> None:
         raise SpecError(
             f"The adapter and this {type(unwrap_model(model)).__name__} do not have the same "
             f"parameters of backends ({min(keys)}, ...): the adapter was trained on a model of "
-            "another class. Load it onto a model of that class (AutoModel, AutoModelForCausalLM, "
-            "...), or by the model's own load_adapter, which knows the prefix of base models"
+            "another class, or transformers is older than 5.24, whose load_adapter leaves them "
+            "out. Load it onto a model of the class that it was trained on (AutoModel, "
+            "AutoModelForCausalLM, ...), by peft.PeftModel.from_pretrained"
         )
 
 
@@ -252,9 +186,9 @@ def prepare_save(model: Any) -> None:
         UnsupportedError: The adapters lack parameters of backends that are trained.
     """
     refuse_lost_extras(model)
-    with current_specs(model):
-        for config in getattr(model, "peft_config", {}).values():
-            record_swap(model, config)
+    require_spec_of_layers(model)
+    for config in getattr(model, "peft_config", {}).values():
+        record_swap(model, config)
 
 
 def _train_extras(model: nn.Module, config: Any) -> None:

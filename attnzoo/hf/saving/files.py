@@ -12,18 +12,22 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel
 
 from attnzoo.errors import SpecError, UnsupportedError, is_deeply_nested, short_repr
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.names import NAME
 from attnzoo.hf.pretrained import explain_load_errors, load_pretrained
 from attnzoo.hf.saving.checkpoints import stock_class_name
-from attnzoo.hf.saving.companions import copy_companions
 from attnzoo.spec import AttentionSpec
 
 MAX_LAYERS = 10_000  # a model is built with so many at most
 LAYERS = re.compile(r"layers?$")  # the name of a field, such as n_layer or decoder_layers
+# Files of sentence-transformers beside an encoder, the modules behind it, and the license
+MODULES = (
+    *("modules.json", "*sentence*.json", "LICENSE*"),
+    *("[0-9]*_*/*.json", "[0-9]*_*/*.safetensors", "[0-9]*_*/*.bin"),
+)
 KERNEL_FIELDS = ("_attn_implementation_internal", "_experts_implementation_internal")
 
 
@@ -75,14 +79,6 @@ def hash_weights(path: Path) -> bytes:
     return digest.digest()
 
 
-def has_swap(path: Any, config: Any = None) -> bool:
-    """Return whether a saved model is loaded with a swap, from ``config`` or its config.json."""
-    if config is None and isinstance(path, str | Path) and (Path(path) / "config.json").is_file():
-        config, _ = PreTrainedConfig.get_config_dict(path)  # no class, so no code either
-        return config.get(NAME) is not None
-    return read_field(config, NAME) is not None
-
-
 def model_class(config: Any, path: Path) -> type[PreTrainedModel]:
     """Return the model class that a saved config names.
 
@@ -110,7 +106,7 @@ def empty_model(path: Path) -> PreTrainedModel:
 def swap_files(path: Path, spec: AttentionSpec, out: Path) -> PreTrainedModel:
     """Load a saved model with ``spec``, save it to ``out`` atomically, and return it.
 
-    The other files in the folder are copied; see :func:`~companions.copy_companions`.
+    The modules of sentence-transformers beside it are copied; see :func:`copy_modules`.
 
     Raises:
         SpecError: ``out`` is not empty, ``path`` is not a model, or its weights cannot be read.
@@ -137,7 +133,7 @@ def require_new_folder(out: Path) -> None:
 
 
 def save_copy(model: PreTrainedModel, path: Path, out: Path) -> None:
-    """Save a changed model to ``out`` atomically, with all other files of its folder ``path``."""
+    """Save a changed model to ``out`` atomically, with the tokenizer of its folder ``path``."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as folder:
         staging = Path(folder) / "model"
@@ -147,7 +143,36 @@ def save_copy(model: PreTrainedModel, path: Path, out: Path) -> None:
                 load_pretrained(auto, path).save_pretrained(staging)
             except (OSError, ValueError, RecursionError):
                 continue  # not every model has one
-        copy_companions(path, staging)
+        copy_modules(path, staging)
         if out.exists():
             out.rmdir()
         shutil.move(staging, out)
+
+
+def copy_modules(source: Path, target: Path) -> None:
+    """Copy what sentence-transformers has beside an encoder, so that the copy loads as before.
+
+    Links out of the folder, or out of its repository in a cache of the Hub, are not followed.
+
+    Args:
+        source: Folder of the original model.
+        target: Folder with the saved model, whose files are kept.
+    """
+    root = source.resolve()
+    if root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--"):
+        root = root.parent.parent
+    for path in (path for pattern in MODULES for path in source.glob(pattern)):
+        copy = target / path.relative_to(source)
+        if path.is_file() and path.resolve().is_relative_to(root) and not copy.exists():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+
+
+def move_files(source: Path, target: Path) -> None:
+    """Move all files of a folder into another, replace files of the same name, and remove it."""
+    for path in sorted(source.rglob("*")):
+        if path.is_file():
+            moved = target / path.relative_to(source)
+            moved.parent.mkdir(parents=True, exist_ok=True)
+            path.replace(moved)
+    shutil.rmtree(source)

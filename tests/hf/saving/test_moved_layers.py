@@ -1,9 +1,7 @@
-"""Layers that are removed, reordered or repeated after a swap are saved as they are."""
+"""Layers that are removed, reordered or repeated after a swap are saved if the spec has them."""
 
 import copy
-import json
 
-import peft
 import pytest
 import torch
 from torch import nn
@@ -15,9 +13,7 @@ from tests.helpers import add_noise, tiny_llama
 
 IDS = torch.arange(3, 33)[None]
 SPECS = {
-    "window": attnzoo.AttentionSpec("flash", layers={"1": "flash:window=4"}),
     "mixed": attnzoo.AttentionSpec("gated_linear", layers={"1": "delta", "2-3": "flash"}),
-    "by name": attnzoo.AttentionSpec("linear", layers={"layers.1.self_attn": "flash"}),
     "uniform": attnzoo.AttentionSpec("performer", num_features=8),
 }
 KEPT = {"removed": (0, 2, 3), "reordered": (1, 3, 2, 0), "repeated": (0, 1, 1, 3), "one": (2,)}
@@ -47,25 +43,24 @@ def logits(model):
 
 
 @pytest.mark.parametrize("kept", KEPT)
-@pytest.mark.parametrize("name", SPECS)
-def test_a_loaded_model_has_the_backends_of_its_layers(name, kept, tmp_path):
-    model = move(make(SPECS[name]), KEPT[kept])
-    expected, spec = logits(model), copy.deepcopy(model.config.attnzoo)
-    (copy.deepcopy(model) if name == "mixed" else model).save_pretrained(tmp_path)
-    assert model.config.attnzoo == spec  # of the swap; only the file is another
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(logits(again), expected)
-
-
-def test_an_adapter_records_the_layers_of_its_model(tmp_path):
-    model = move(make(SPECS["mixed"]), KEPT["reordered"])
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    model = peft.get_peft_model(model, config)
+def test_a_loaded_model_has_the_backends_of_its_layers(kept, tmp_path):
+    model = move(make(SPECS["uniform"]), KEPT[kept])
     model.save_pretrained(tmp_path)
-    recorded = json.loads((tmp_path / "adapter_config.json").read_text())["attnzoo"]
-    base = move(tiny_llama(num_hidden_layers=4), KEPT["reordered"])
-    again = peft.PeftModel.from_pretrained(attnzoo.swap(base, recorded), tmp_path)
-    assert torch.equal(logits(again.eval()), logits(model.eval()))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_layers_are_swapped_again_where_the_spec_has_others(tmp_path):
+    model = move(make(SPECS["mixed"]), KEPT["reordered"])
+    expected = logits(model)
+    with pytest.raises(SpecError, match=r"layers\.0\.self_attn would be loaded .* keep_extras"):
+        model.save_pretrained(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    spec = attnzoo.AttentionSpec("flash", layers={"0": "delta", "3": "gated_linear"})
+    attnzoo.swap(model, spec, keep_extras=True)
+    model.save_pretrained(tmp_path / "new")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "new")
+    assert torch.equal(logits(again), expected)
 
 
 def test_pruned_heads_move_with_their_layers(tmp_path):
@@ -78,6 +73,7 @@ def test_pruned_heads_move_with_their_layers(tmp_path):
 @pytest.mark.parametrize(
     ("backend", "options", "reason"),
     [
+        ("gated_linear", {"layers": {"3": "flash"}}, "names layer 3"),
         (
             "linformer",
             {"block": 5, "sharing": "layerwise"},
