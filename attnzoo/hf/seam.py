@@ -38,43 +38,12 @@ from attnzoo.errors import UnsupportedError
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.names import NAME
 
-__all__ = [
-    "CACHE_ARGUMENT",
-    "HOW_TO_GO_ON",
-    "TESTED",
+__all__ = [  # names of transformers that other modules take from here
     "Cache",
     "PagedAttentionCache",
-    "Pages",
     "active_collector",
-    "all_configs",
-    "attend_to_layers",
-    "attends_to_both_sequences",
-    "attends_to_layers",
     "bidirectional_mask_function",
-    "cache_argument",
-    "calls_attention_interface",
-    "can_set_implementation",
     "causal_mask_function",
-    "document_masks",
-    "family_uses_interface",
-    "forward_code",
-    "has_recurrent_layers",
-    "is_of_another_package",
-    "is_quantized",
-    "mask_of_pages",
-    "mask_parts",
-    "materialise_mask",
-    "may_compute_last_tokens",
-    "names_cache",
-    "output_cache",
-    "own_mask",
-    "package",
-    "pretrained_models",
-    "reads_name",
-    "refuse_unknown_arguments",
-    "set_implementation",
-    "sub_configs",
-    "submodels",
 ]
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the name of the interface in modelling files

@@ -87,7 +87,7 @@ def register_class(name: Any) -> bool:
     """Let ``transformers.AttnzooX`` be the class ``X``, if there is one.
 
     Returns:
-        Whether an auto class has several classes for the family of ``X``, as that of Funnel.
+        Whether an auto class has several classes for the family of ``X``, as that of DeiT.
     """
     import transformers
     from transformers.models.auto import modeling_auto
@@ -97,7 +97,8 @@ def register_class(name: Any) -> bool:
     if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):  # untrusted
         # of the class of the module: transformers itself makes a second module at times
         setattr(type(transformers), name, cls)
-    several = (x for x in modeling_auto.MODEL_MAPPING_NAMES.values() if isinstance(x, tuple))
+    families = (x for name, x in vars(modeling_auto).items() if name.endswith("_MAPPING_NAMES"))
+    several = (x for names in families for x in names.values() if isinstance(x, tuple))
     return any(stock in names for names in several)
 
 

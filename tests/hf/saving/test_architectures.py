@@ -88,12 +88,14 @@ def test_a_part_of_a_composite_model_names_the_whole(tmp_path):
 
 
 def test_an_auto_class_with_several_models_takes_the_named_one(tmp_path):
-    """``AutoModel`` of Funnel is with or without a decoder, as ``architectures`` says."""
-    data = {"model_type": "attnzoo_funnel", "architectures": ["AttnzooFunnelBaseModel"]}
-    (tmp_path / "config.json").write_text(json.dumps(data))
-    config = hf.AutoConfig.from_pretrained(tmp_path)
-    chosen = hf.models.auto.auto_factory._get_model_class(config, hf.MODEL_MAPPING)
-    assert chosen is hf.FunnelBaseModel
+    """DeiT classifies with a head for a teacher, or without, as ``architectures`` says."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = hf.DeiTConfig(**sizes, intermediate_size=16, image_size=8, patch_size=4)
+    model = attnzoo.swap(hf.DeiTForImageClassificationWithTeacher(config), "softmax")
+    model.save_pretrained(tmp_path)
+    assert saved_names(tmp_path) == ["AttnzooDeiTForImageClassificationWithTeacher"]
+    again = hf.AutoModelForImageClassification.from_pretrained(tmp_path)
+    assert stock_class(type(again)) is hf.DeiTForImageClassificationWithTeacher
 
 
 @pytest.mark.parametrize("build", ["from_pretrained", "from_config"])
