@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -277,3 +279,19 @@ def by_sequence(op):
         return output._replace(out=out, state=last)
 
     return call
+
+
+def run_torch_functions(patch: Any, *families: str) -> None:
+    """Let stock recurrent layers run torch's functions where flash-linear-attention is installed.
+
+    Args:
+        patch: The fixture ``monkeypatch``, or the like.
+        families: Families of the models, ``config.model_type``.
+    """
+    from attnzoo.hf.models.speed_up import RULES
+
+    for family in families:
+        name = family.removesuffix("_text")
+        module = import_module(f"transformers.models.{name}.modeling_{name}")
+        for rule in {*RULES} & {*vars(module)}:
+            patch.setattr(module, rule, inspect.unwrap(getattr(module, rule)))

@@ -1,11 +1,8 @@
 """A teacher and its student of a stock class with recurrent layers, in folders."""
 
-import inspect
-
 import torch
 import transformers as hf
 
-from attnzoo.hf.models.speed_up import RULES
 from attnzoo.hf.stock.convert_files import convert_files
 from attnzoo.hf.stock.gated_delta_net import FAMILY
 from tests.byte_tokenizer import save_byte_tokenizer
@@ -42,16 +39,6 @@ def write_pair(place, layers, recurrent):
     teacher.save_pretrained(place / "teacher")
     save_byte_tokenizer(place / "teacher")
     convert_files(place / "teacher", FAMILY, place / "student", recurrent=recurrent)
-
-
-def run_torch_functions(patch):
-    """Let stock layers run torch's functions where flash-linear-attention is installed."""
-    from transformers.models.qwen3_5 import modeling_qwen3_5  # it imports flash-linear-attention
-
-    for rule in RULES:
-        if hasattr(modeling_qwen3_5, rule):
-            function = inspect.unwrap(getattr(modeling_qwen3_5, rule))
-            patch.setattr(modeling_qwen3_5, rule, function)
 
 
 def load(folder):

@@ -19,8 +19,9 @@ from attnzoo.training.recover import recover
 from attnzoo.training.run_folder import RunError
 from attnzoo.training.student import StudentRecovery, StudentTrainer, StudentTransfer, equal_window
 from tests.byte_tokenizer import save_byte_tokenizer
+from tests.helpers import run_torch_functions
 from tests.training.short_runs import arguments
-from tests.training.student_pair import load, run_torch_functions, write_pair
+from tests.training.student_pair import load, write_pair
 
 
 def config(out="out", **changes):
@@ -246,5 +247,5 @@ def test_command(pair, text, tmp_path, attnzoo_command, capsys):
 @pytest.fixture(autouse=True, scope="module")
 def torch_functions():
     with pytest.MonkeyPatch.context() as patch:
-        run_torch_functions(patch)
+        run_torch_functions(patch, "qwen3_5_text")
         yield

@@ -14,7 +14,8 @@ from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.rows import Rows
 from attnzoo.hf.stock.gated_delta_net import FAMILY, recurrent_layers
 from attnzoo.training.student import StudentPlanner, plan_student
-from tests.training.student_pair import load, run_torch_functions, write_pair
+from tests.helpers import run_torch_functions
+from tests.training.student_pair import load, write_pair
 
 TOKENS = torch.randint(3, 259, (5, 40), generator=torch.Generator().manual_seed(0))
 ROWS = Rows.of_documents(TOKENS)
@@ -136,7 +137,7 @@ def test_options_that_do_not_apply_are_refused(pair, text, monkeypatch, capsys, 
 @pytest.fixture(autouse=True, scope="module")
 def torch_functions():
     with pytest.MonkeyPatch.context() as patch:
-        run_torch_functions(patch)
+        run_torch_functions(patch, "qwen3_5_text")
         yield
 
 

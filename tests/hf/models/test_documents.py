@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from functools import cache
-from importlib import import_module
 from itertools import product
 
 import pytest
@@ -17,8 +15,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import attnzoo
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf.models.documents import PACKED_HYBRIDS
-from attnzoo.hf.models.speed_up import RULES
 from attnzoo.hf.seam import cache_argument, output_cache
+from tests.helpers import run_torch_functions
 from tools.family_sweep.configs import shrink
 from tools.family_sweep.probe import redraw
 
@@ -39,11 +37,7 @@ REFUSED = "refused"
 @pytest.fixture(autouse=True)
 def torch_functions(monkeypatch):
     """Let stock layers run torch's functions where flash-linear-attention is installed."""
-    for family in {*FAMILIES, *UNSUPPORTED} & {*CONFIG_MAPPING}:
-        name = family.removesuffix("_text")
-        module = import_module(f"transformers.models.{name}.modeling_{name}")
-        for rule in {*RULES} & {*vars(module)}:
-            monkeypatch.setattr(module, rule, inspect.unwrap(getattr(module, rule)))
+    run_torch_functions(monkeypatch, *({*FAMILIES, *UNSUPPORTED} & {*CONFIG_MAPPING}))
 
 
 def make(family):

@@ -4,7 +4,6 @@ import copy
 import inspect
 import pickle
 import sys
-from importlib import import_module
 
 import pytest
 import torch
@@ -14,8 +13,9 @@ from torch.testing import assert_close
 import attnzoo
 from attnzoo.errors import SpecError, UnsupportedError
 from attnzoo.hf.models import speed_up as module
-from attnzoo.hf.models.speed_up import RULES, sped_up_layers
+from attnzoo.hf.models.speed_up import sped_up_layers
 from attnzoo.hf.seam import cache_argument, output_cache
+from tests.helpers import run_torch_functions
 
 SIZES = {
     "vocab_size": 99,
@@ -103,12 +103,7 @@ def family(request):
 @pytest.fixture(autouse=True)
 def torch_functions(monkeypatch):
     """Let stock layers run torch's functions where flash-linear-attention is installed."""
-    for family in FAMILIES:
-        name = family.removesuffix("_text")
-        module = import_module(f"transformers.models.{name}.modeling_{name}")
-        for rule in RULES:
-            if hasattr(module, rule):
-                monkeypatch.setattr(module, rule, inspect.unwrap(getattr(module, rule)))
+    run_torch_functions(monkeypatch, *FAMILIES)
 
 
 def tokens(*shape):

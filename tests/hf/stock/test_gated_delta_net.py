@@ -18,7 +18,7 @@ from attnzoo.hf.stock.classes import other_config
 from attnzoo.hf.stock.convert_files import convert_files
 from attnzoo.ops.delta.api import delta_attention
 from tests.byte_tokenizer import save_byte_tokenizer
-from tests.helpers import add_noise
+from tests.helpers import add_noise, run_torch_functions
 from tests.hf.stock.test_convert import (
     SOME,
     TOKENS,
@@ -28,7 +28,6 @@ from tests.hf.stock.test_convert import (
     run,
     save,
 )
-from tests.training.student_pair import run_torch_functions
 
 CLASS = "qwen3_5_text"
 
@@ -36,7 +35,7 @@ CLASS = "qwen3_5_text"
 @pytest.fixture(autouse=True)
 def torch_functions(monkeypatch):
     """Let stock layers run torch's functions where flash-linear-attention is installed."""
-    run_torch_functions(monkeypatch)
+    run_torch_functions(monkeypatch, CLASS)
 
 
 @pytest.mark.parametrize("tied", [True, False])
