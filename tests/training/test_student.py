@@ -10,8 +10,8 @@ import transformers as hf
 import attnzoo
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.equal_memory import EqualWindow
+from attnzoo.hf.stock.convert import layer_windows
 from attnzoo.hf.stock.gated_delta_net import recurrent_layers
-from attnzoo.hf.stock.layer_windows import layer_windows
 from attnzoo.training import student as module
 from attnzoo.training.distil import model_inputs
 from attnzoo.training.evaluator import Evaluator

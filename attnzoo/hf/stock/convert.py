@@ -8,14 +8,18 @@ from copy import deepcopy
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from attnzoo.backends.longformer import LongformerBackend
+from attnzoo.backends.parts.exact import ExactBackend
+from attnzoo.contract.backend import AttentionBackend
 from attnzoo.errors import SpecError, UnsupportedError, did_you_mean
 from attnzoo.hf import mixins, seam
+from attnzoo.hf.attention.call import layer_backend
 from attnzoo.hf.configs import has_field, read_field
-from attnzoo.hf.layers import attention_layers
+from attnzoo.hf.layers import AttentionLayer, attention_layers
 from attnzoo.hf.names import NAME, PRUNED
 from attnzoo.hf.pretrained import build_model
 from attnzoo.hf.stock.classes import (
@@ -35,11 +39,11 @@ from attnzoo.hf.stock.gated_delta_net import (
     student_weights,
 )
 from attnzoo.hf.stock.layer_inputs import measure_layers, sample_tokens
-from attnzoo.hf.stock.layer_windows import layer_windows
 from attnzoo.hf.swap.convert import original_attention, swap
 from attnzoo.hf.unchanged import unchanged_on_error
 from attnzoo.spec import AttentionSpec
 
+EXACT = "softmax and flash, also with a window, and longformer without global tokens"
 CHECKED_TOKENS = 16
 # Rounding between implementations of the same sums, in units of the dtype's precision
 TOLERANCE = 32
@@ -124,6 +128,65 @@ def _convert(model: PreTrainedModel, to: str, recurrent: str | None) -> PreTrain
     converted.to(model.device).train(model.training)
     _prove(model, converted, windows)
     return cast(PreTrainedModel, converted)
+
+
+def layer_windows(model: nn.Module) -> list[int | None]:
+    """Return the window of each attention layer in tokens, ``None`` where it sees all keys.
+
+    The window of a swapped layer is the smaller one of its backend's and of the model's.
+
+    Raises:
+        UnsupportedError: No stock class computes what a layer does; with every such layer.
+    """
+    layers = attention_layers(model)
+    reasons = {}
+    windows = []
+    for layer in layers:
+        backend = _running_backend(model, layer)
+        reason = "" if backend is None else _backend_reason(backend)
+        if reason:
+            reasons[layer.geometry.layer] = reason
+        windows.append(_layer_window(layer, backend))
+    if reasons:
+        lines = "; ".join(f"layer {number}: {reason}" for number, reason in reasons.items())
+        raise UnsupportedError(
+            f"No stock class holds the attention of {len(reasons)} of {len(layers)} layers "
+            f"({lines}). Stock classes hold {EXACT}. Keep the swapped model, which transformers "
+            "loads after `import attnzoo`, or convert one whose layers are exact"
+        )
+    return windows
+
+
+def _running_backend(model: nn.Module, layer: AttentionLayer) -> AttentionBackend | None:
+    """Return the backend that a layer runs, ``None`` if it runs stock attention."""
+    config: Any = getattr(layer.module, "config", None) or model.config
+    found = layer_backend(layer.module) if config._attn_implementation == NAME else None
+    return found if isinstance(found, AttentionBackend) else None
+
+
+def _backend_reason(backend: AttentionBackend) -> str:
+    """Return why no stock class computes what a backend does, or ``""``."""
+    config: Any = backend.config
+    if isinstance(backend, LongformerBackend):
+        pattern = config.window, config.dilation
+        if config.num_global or config.global_positions or config.global_projections:
+            return "longformer has global tokens"
+        if not all(isinstance(x, int) for x in pattern) or config.dilation != 1:
+            return "longformer has dilated windows, or one for each head"
+    elif not isinstance(backend, ExactBackend):
+        return f"{backend.name} is not softmax attention"
+    elif config.num_sinks:
+        return f"num_sinks={config.num_sinks} keeps the first tokens beside the window"
+    if config.window is not None and not backend.geometry.causal:
+        return f"window={config.window} is bidirectional"
+    return ""
+
+
+def _layer_window(layer: AttentionLayer, backend: AttentionBackend | None) -> int | None:
+    """Return the window of a layer without a reason against it."""
+    own = getattr(getattr(backend, "config", None), "window", None)
+    windows = [x for x in (own, layer.geometry.window) if isinstance(x, int)]
+    return min(windows, default=None)
 
 
 def _check(model: PreTrainedModel, to: str) -> None:

@@ -17,9 +17,8 @@ from attnzoo.hf.pretrained import load_pretrained
 from attnzoo.hf.saving.files import model_class, read_config, require_new_folder, save_copy
 from attnzoo.hf.saving.rope import rope_table
 from attnzoo.hf.stock.classes import ENGINES, stock_class
-from attnzoo.hf.stock.convert import convert
+from attnzoo.hf.stock.convert import convert, layer_windows
 from attnzoo.hf.stock.gated_delta_net import recurrent_layers
-from attnzoo.hf.stock.layer_windows import layer_windows
 from attnzoo.spec import AttentionSpec
 
 KEPT = ("license", "license_name", "license_link", "language", "datasets")  # of the source's card
