@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from pkgutil import iter_modules
 from typing import Any
 
-from attnzoo.contract.backend import BACKENDS, BUILTIN, AttentionBackend
+from attnzoo import backends
+from attnzoo.contract.backend import BACKENDS, BUILT_IN_MODULES, AttentionBackend
 from attnzoo.contract.config import BackendConfig, Geometry
 from attnzoo.errors import (
     ConfigError,
@@ -19,6 +21,11 @@ from attnzoo.errors import (
 )
 
 ENTRY_POINT_GROUP = "attnzoo.backends"
+BUILTIN = {  # name -> module, imported on first use; these names are reserved
+    module.name: f"{BUILT_IN_MODULES}.{module.name}"
+    for module in iter_modules(backends.__path__)
+    if not module.ispkg
+}
 
 
 @cache

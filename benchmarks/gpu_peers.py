@@ -15,6 +15,7 @@ from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import LinearState
 from attnzoo.ops.block_sparse.api import block_sparse_attention
 from attnzoo.ops.delta.api import delta_attention
+from attnzoo.ops.features.functional import MapWeights
 from attnzoo.ops.flash.api import flash_attention
 from attnzoo.ops.flash.sdpa import sdpa_kernel_name
 from attnzoo.ops.gated.mlstm import mlstm_attention
@@ -22,7 +23,6 @@ from attnzoo.ops.gated.rwkv6 import rwkv6_attention
 from attnzoo.ops.hybrid.api import LinearBranch, hybrid_attention
 from attnzoo.ops.hybrid.state import HybridState
 from attnzoo.ops.linear.api import linear_attention
-from attnzoo.ops.linear.common import MapWeights
 
 Inputs = list[Tensor | None]  # q, k, v and the log decay
 Run = Callable[[], Tensor]

@@ -13,11 +13,11 @@ from attnzoo.hf import seam
 # Of the package, not any file below a folder of that name: a clone may be called attnzoo too.
 OWN_FILES = str(Path(attnzoo.__file__).parent / "_")[:-1]
 PATHS = {  # backend and options; most files and calls of a prompt, and of a token after it
-    "hybrid": ("linear", {"window": 32, "feature_map": "hedgehog"}, (25, 150), (18, 61)),
-    "linear": ("linear", {}, (19, 78), (16, 56)),
-    "delta": ("delta", {}, (26, 125), (24, 77)),
-    "block_sparse": ("block_sparse", {}, (22, 133), (18, 120)),
-    "flash": ("flash", {"window": 32}, (20, 98), (17, 83)),
+    "hybrid": ("linear", {"window": 32, "feature_map": "hedgehog"}, (21, 105), (12, 58)),
+    "linear": ("linear", {}, (16, 66), (13, 52)),
+    "delta": ("delta", {}, (23, 122), (21, 75)),
+    "block_sparse": ("block_sparse", {}, (20, 104), (15, 70)),
+    "flash": ("flash", {"window": 32}, (18, 66), (15, 59)),
 }
 
 

@@ -159,6 +159,17 @@ def test_the_correct_backend_conforms():
     assert any("bfloat16" in trial for trial in report.trials)
 
 
+class Float32Output(Tiny):
+    def attend(self, inputs):
+        output = super().attend(inputs)
+        return output._replace(out=output.out.float())
+
+
+def test_the_dtype_of_an_output_is_named():
+    with pytest.raises(ConformanceError, match="the output is float32 and the values are float64"):
+        check_backend(Float32Output)
+
+
 class NeedsContiguousInputs(Tiny):
     def attend(self, inputs):
         return super().attend(inputs._replace(v=inputs.v.view(-1).view_as(inputs.v)))

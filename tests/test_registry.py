@@ -9,12 +9,12 @@ import torch
 import attnzoo
 from attnzoo import registry
 from attnzoo.backends.feature_maps.base import FEATURE_MAPS
-from attnzoo.contract.backend import BACKENDS, BUILTIN, AttentionBackend, register
+from attnzoo.contract.backend import BACKENDS, AttentionBackend, register
 from attnzoo.contract.capabilities import Capabilities
 from attnzoo.contract.config import BackendConfig, Geometry
 from attnzoo.contract.states import AttentionOutput
 from attnzoo.errors import ConfigError, UnknownBackendError, UnsupportedError
-from attnzoo.registry import available_backends, build_backend, get_backend
+from attnzoo.registry import BUILTIN, available_backends, build_backend, get_backend
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYER = Geometry(num_heads=4, num_key_heads=2, head_dim=8, hidden_size=32, layer=3, name="h.3.attn")

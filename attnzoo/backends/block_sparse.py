@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -20,10 +20,12 @@ from attnzoo.contract.config import BackendConfig, Geometry
 from attnzoo.contract.inputs import AttentionInputs
 from attnzoo.contract.states import AttentionOutput, ImplChoice
 from attnzoo.errors import ConfigError, UntrainedWarning
-from attnzoo.ops.block_sparse.api import block_sparse_attention
+from attnzoo.ops.block_sparse.api import run_block_sparse_attention
 from attnzoo.ops.block_sparse.options import (
     IndexTensors,
     SelectionOptions,
+    SparseCall,
+    SparseOptions,
 )
 from attnzoo.ops.block_sparse.validation import selection_reasons
 from attnzoo.ops.flash.api import flash_attention
@@ -143,6 +145,10 @@ class BlockSparseBackend(AttentionBackend):
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
         super().__init__(config, geometry)
         self.indexer: LightningIndexer | None = None
+        self.selection = self.config.selection
+        names = ("window", "num_sinks", "top_k", "block_size", "query_block")
+        sizes = {name: getattr(config, name) for name in names}
+        self.options = {causal: SparseOptions(causal, **sizes) for causal in (False, True)}
         # Set by attention transfer, which trains the indexer: called with the inputs and the index
         # tensors instead of attention. The output has no gradient for the indexer.
         self.on_index: Callable[[AttentionInputs, IndexTensors], None] | None = None
@@ -212,7 +218,7 @@ class BlockSparseBackend(AttentionBackend):
                 "a state is requested under torch.compile (its size grows with the tokens; "
                 "generate without torch.compile, or set use_cache=False)"
             )
-        return reasons + self._hidden_reasons(inputs)
+        return reasons if self.indexer is None else reasons + self._hidden_reasons(inputs)
 
     def _hidden_reasons(self, inputs: AttentionInputs) -> list[str]:
         """Return why the indexer does not support a call."""
@@ -233,30 +239,18 @@ class BlockSparseBackend(AttentionBackend):
             output = flash_attention(q, k, v, mask=mask, scale=inputs.scale, impl="sdpa")
             choice = ImplChoice("torch", "one token attends exactly to all cached keys, by SDPA")
             return output._replace(impl=choice)
-        options: dict[str, Any] = config.selection._asdict()
-        index = self._index(inputs)
+        index = None if self.indexer is None else self._index(inputs)
         if self.on_index is not None and index is not None:
             self.on_index(inputs._replace(mask=mask), index)
             if not inputs.return_state:  # transfer replaces the output by softmax's
                 return AttentionOutput(v.new_zeros(*q.shape[:3], v.shape[3]))
-        output = block_sparse_attention(
-            q,
-            k,
-            v,
-            mask=mask,
-            window=config.window,
-            num_sinks=config.num_sinks,
-            top_k=config.top_k,
-            block_size=config.block_size,
-            query_block=config.query_block,
-            index=index,
-            scale=inputs.scale,
-            state=inputs.state,
+        call = SparseCall(
+            *(q, k, v, None, None, None, None, inputs.scale),
+            *(self.options[mask.causal], self.selection),
             return_state=inputs.return_state,
-            impl=config.impl,
-            **options,
         )
-        return self._with_status(output)
+        output = run_block_sparse_attention(call, mask, index, inputs.state, config.impl)
+        return output if self.indexer is None else self._with_status(output)
 
     def _index(self, inputs: AttentionInputs) -> IndexTensors | None:
         """Return the index tensors of the new tokens; ``None`` without an indexer."""

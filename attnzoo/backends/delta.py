@@ -175,7 +175,7 @@ class DeltaBackend(RecurrentBackend):
         if self.config.gate != "none":
             gate = get_gate(self.config.gate)
             assert issubclass(gate, Gate)
-            self.gate = gate(config, geometry, self.feature_map.size)
+            self.gate = gate(config, replace(geometry, head_dim=self.feature_map.size))
         self.convolution: ShortConvolution | None = None
         if self.config.short_convolution:
             channels = (geometry.num_heads + heads) * geometry.head_dim + heads * value_dim

@@ -10,7 +10,7 @@ from attnzoo.contract.backend import register
 from attnzoo.contract.capabilities import Capabilities
 from attnzoo.contract.inputs import AttentionInputs
 from attnzoo.contract.states import AttentionOutput
-from attnzoo.ops.flash.api import flash_attention
+from attnzoo.ops.flash.api import FlashCall, run_flash_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +33,8 @@ class FlashBackend(ExactBackend):
 
     def compute(self, inputs: AttentionInputs) -> AttentionOutput:
         """Compute attention with the implementation of the options."""
-        return flash_attention(
-            inputs.q,
-            inputs.k,
-            inputs.v,
-            mask=inputs.mask,
-            scale=inputs.scale,
-            bias=inputs.bias,
-            sinks=inputs.sinks,
-            dropout=inputs.dropout,
-            impl=self.config.impl,
+        call = FlashCall(
+            *(inputs.q, inputs.k, inputs.v, inputs.mask, inputs.scale),
+            *(inputs.bias, inputs.sinks, inputs.dropout),
         )
+        return run_flash_attention(call, self.config.impl)

@@ -90,7 +90,8 @@ class GatedLinearBackend(FeatureMapBackend):
         super().__init__(config, geometry)
         self.recurrence = _recurrence(self.config.gate)
         # A Gate or a Recurrence; PEFT may wrap it
-        self.gate: Any = get_gate(self.config.gate)(config, geometry, self.feature_map.size)
+        of_keys = replace(geometry, head_dim=self.feature_map.size)
+        self.gate: Any = get_gate(self.config.gate)(config, of_keys)
 
     def layer_capabilities(self) -> Capabilities:
         """Return the capabilities with this gate."""

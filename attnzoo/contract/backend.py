@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
@@ -31,18 +32,7 @@ from attnzoo.errors import UnsupportedError, check_registered_class, check_regis
 B = TypeVar("B", bound="type[AttentionBackend]")
 ONLY_IMPLEMENTATION = ImplChoice("reference", "the only implementation")
 BACKENDS: dict[str, type[AttentionBackend]] = {}
-BUILTIN = {  # name -> module, imported on first use; these names are reserved
-    "softmax": "attnzoo.backends.softmax",
-    "flash": "attnzoo.backends.flash",
-    "linear": "attnzoo.backends.linear",
-    "gated_linear": "attnzoo.backends.gated_linear",
-    "delta": "attnzoo.backends.delta",
-    "longformer": "attnzoo.backends.longformer",
-    "linformer": "attnzoo.backends.linformer",
-    "performer": "attnzoo.backends.performer",
-    "reformer": "attnzoo.backends.reformer",
-    "block_sparse": "attnzoo.backends.block_sparse",
-}
+BUILT_IN_MODULES = "attnzoo.backends"  # a module of it is the backend of its name
 
 
 def register(name: str) -> Callable[[B], B]:
@@ -51,9 +41,10 @@ def register(name: str) -> Callable[[B], B]:
 
     def add(cls: B) -> B:
         check_registered_class("register", name, cls, AttentionBackend)
-        if BUILTIN.get(name, cls.__module__) != cls.__module__:
+        built_in = f"{BUILT_IN_MODULES}.{name}"
+        if cls.__module__ != built_in and name.isidentifier() and find_spec(built_in):
             raise ValueError(
-                f"backend name {name!r} belongs to {BUILTIN[name]}; "
+                f"backend name {name!r} belongs to {built_in}; "
                 f"register {cls.__qualname__} under another name"
             )
         owner = BACKENDS.setdefault(name, cls)

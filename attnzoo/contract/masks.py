@@ -63,7 +63,8 @@ class AttentionMask:
             distance = torch.arange(kv_length, device=device) - queries
             before, after = self.window if self.window is not None else (None, None)
             if self.window is not None:  # also a window that int64 does not contain
-                before, after = (min(side, MAX_DISTANCE) for side in self.window)
+                before, after = self.window
+                before, after = min(before, MAX_DISTANCE), min(after, MAX_DISTANCE)
             if before is not None:
                 parts.append(distance >= -before)
             if after is not None and not self.causal:
@@ -145,9 +146,6 @@ class AttentionMask:
 
         Layers that share a mask get the same one, which counts its tokens once.
         """
-        is_full = self.padding is None and self.segment_ids is None
-        if is_full and self.window is None and self.function is None:
-            return PLAIN[self.causal]
         if torch.compiler.is_compiling():
             return self._of_new_tokens(q_length)
         kept: dict[int, AttentionMask] = vars(self).setdefault("masks_of_new_tokens", {})

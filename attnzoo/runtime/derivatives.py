@@ -32,7 +32,7 @@ def check_reverse_mode(op: str, *tensors: Tensor | None, instead: str = "impl='r
     forward_mode = forward_ad._current_level >= 0
     if torch.compiler.is_compiling():  # a graph cannot contain the checks of single tensors
         refused = forward_mode
-    elif not is_transformed():
+    elif not forward_mode and torch._C._functorch.peek_interpreter_stack() is None:
         return
     else:
         found = [x for x in tensors if x is not None]

@@ -66,12 +66,16 @@ class Rows(ctypes.Structure):
     ]
 
 
-def rows_of(x: Tensor) -> Rows:
-    """Return the struct through which a kernel accesses ``x``, ``[B, H, T, X]``.
+def rows_of(*tensors: Tensor) -> list[Rows]:
+    """Return the structs through which a kernel accesses tensors ``[B, H, T, X]``.
 
-    It does not keep ``x`` alive.
+    They do not keep the tensors alive.
     """
-    return Rows(x.data_ptr(), DTYPE_NUMBERS[x.dtype], (ctypes.c_int64 * 3)(*x.stride()[:3]))
+    found = []
+    for x in tensors:
+        steps = (ctypes.c_int64 * 3)(*x.stride()[:3])
+        found.append(Rows(x.data_ptr(), DTYPE_NUMBERS[x.dtype], steps))
+    return found
 
 
 def rows_in(dtype: torch.dtype, *tensors: Tensor) -> list[Tensor]:
@@ -102,9 +106,12 @@ def is_plain_call(*tensors: Tensor | None) -> bool:
     return True
 
 
-def with_contiguous_rows(x: Tensor) -> Tensor:
-    """Return ``x`` if its rows are contiguous, otherwise a contiguous copy."""
-    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+def with_contiguous_rows(*tensors: Tensor) -> list[Tensor]:
+    """Return tensors with contiguous rows: the given ones, or contiguous copies."""
+    found = []
+    for x in tensors:
+        found.append(x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous())
+    return found
 
 
 def with_contiguous_states(*tensors: Tensor) -> list[Tensor]:

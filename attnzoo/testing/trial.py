@@ -158,6 +158,9 @@ class Trial:
         output: AttentionOutput = (backend or self.backend)(
             x.q, x.k, x.v, hidden_states=x.hidden, mask=self.mask(**fields), **options
         )
+        if output.out.dtype != x.v.dtype:
+            given, made = (str(y.dtype).removeprefix("torch.") for y in (x.v, output.out))
+            self.fail(f"the output is {made} and the values are {given}; return out.to(v.dtype)")
         return output
 
     def exact_and_plain(self, x: Sequence) -> tuple[Tensor, Tensor]:
@@ -202,7 +205,12 @@ class Trial:
             budget += 2 * float((plain.detach().to(self.wide) - exact).abs().max())
         worst = float((ours.to(self.wide) - exact).abs().max()) if exact.numel() else 0.0
         if not worst <= budget:
-            raise Broken(f"{what}: the worst error is {worst:.2e}, the budget {budget:.2e}")
+            size = float(exact.abs().max()) if exact.numel() else 0.0
+            is_rounded = worst <= 256 * torch.finfo(torch.float32).eps * max(size, 1.0)
+            why = ""
+            if self.dtype is torch.float64 and is_rounded:
+                why = ", as of float32: a part may return float32, though its inputs are float64"
+            raise Broken(f"{what}: the worst error is {worst:.2e}, the budget {budget:.2e}{why}")
 
     def fail(self, message: str) -> NoReturn:
         """Raise :class:`Broken`."""

@@ -4,11 +4,10 @@ import pytest
 
 from attnzoo import demo, tasks
 from attnzoo.compare import cases
-from attnzoo.contract.backend import BUILTIN
 from attnzoo.errors import UnknownBackendError
 from attnzoo.evaluation.models import spec_label
 from attnzoo.evaluation.presets import PRESETS, preset_options
-from attnzoo.registry import get_backend
+from attnzoo.registry import BUILTIN, get_backend
 from attnzoo.training.plan import preset_candidates
 
 USE_CASES = {"short", "long", "bidirectional", "from_scratch", "recovery", "tiny"}

@@ -14,9 +14,8 @@ from attnzoo.contract.implementation import implementations
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import AttentionOutput
 from attnzoo.errors import UnsupportedError
-from attnzoo.ops.features.functional import widen
+from attnzoo.ops.features.functional import MapWeights, widen
 from attnzoo.ops.hybrid.api import LinearBranch
-from attnzoo.ops.linear.common import MapWeights
 from attnzoo.ops.longformer.call import GlobalTokens
 
 H, HKV, D, E = 4, 2, 6, 5

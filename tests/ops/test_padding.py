@@ -10,8 +10,8 @@ import torch
 
 from attnzoo import ops
 from attnzoo.contract.masks import AttentionMask
+from attnzoo.ops.features.functional import MapWeights
 from attnzoo.ops.hybrid.state import LinearBranch
-from attnzoo.ops.linear.common import MapWeights
 from tests.helpers import by_sequence
 
 B, H, HKV, T, D, F = 2, 4, 2, 40, 16, 32

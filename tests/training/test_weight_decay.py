@@ -102,8 +102,8 @@ def test_gates_of_plugins_exempt_parameters(monkeypatch):
     class OwnGate(attnzoo.Gate):
         no_weight_decay = ("half_life",)
 
-        def __init__(self, config, geometry, features):
-            super().__init__(config, geometry, features)
+        def __init__(self, config, geometry):
+            super().__init__(config, geometry)
             self.half_life = torch.nn.Parameter(torch.ones(geometry.num_key_heads))
             self.matrix = torch.nn.Parameter(torch.ones(2, 2))
 

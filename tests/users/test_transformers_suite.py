@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from attnzoo.contract.backend import BUILTIN
+from attnzoo.registry import BUILTIN
 from tests.processes import run
 
 pytest.importorskip("parameterized", reason="parameterized is not installed; extra 'dev'")

@@ -30,8 +30,8 @@ def main(
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from attnzoo.contract.backend import BUILTIN
     from attnzoo.errors import did_you_mean
+    from attnzoo.registry import BUILTIN
     from tools.family_sweep import record
     from tools.family_sweep.output import write_pages, write_record
     from tools.family_sweep.own_windows import types_with_windows

@@ -33,8 +33,8 @@ class GateModule(nn.Module):
 
     Args:
         config: The backend's options.
-        geometry: Shape of the layer.
-        features: F, the size of a key after the feature map.
+        geometry: Shape of the layer; its ``head_dim`` is F, the size of a key after the feature
+            map.
 
     Attributes:
         needs_hidden_states: Whether the numbers are computed from hidden states.
@@ -45,10 +45,9 @@ class GateModule(nn.Module):
     needs_hidden_states: ClassVar[bool] = False
     no_weight_decay: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, config: BackendConfig, geometry: Geometry, features: int) -> None:
+    def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
         super().__init__()
         self.geometry = geometry
-        self.features = features
         # A layer without a hidden size is refused after it is built; until then 1 is a placeholder
         self.hidden_size = geometry.hidden_size or 1
 

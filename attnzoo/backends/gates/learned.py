@@ -55,8 +55,8 @@ class GatedRetentionGate(Gate):
 
     needs_hidden_states = True
 
-    def __init__(self, config: BackendConfig, geometry: Geometry, features: int) -> None:
-        super().__init__(config, geometry, features)
+    def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
+        super().__init__(config, geometry)
         heads = geometry.num_key_heads
         self.weight = nn.Parameter(torch.empty(heads, self.hidden_size))
         self.bias = nn.Parameter(torch.empty(heads))
@@ -79,12 +79,12 @@ class LowRankGate(Gate):
     needs_hidden_states = True
     initial_bias: ClassVar[float] = GATE_BIAS
 
-    def __init__(self, config: BackendConfig, geometry: Geometry, features: int) -> None:
-        super().__init__(config, geometry, features)
+    def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
+        super().__init__(config, geometry)
         heads = geometry.num_key_heads
         self.down = nn.Parameter(torch.empty(RANK, self.hidden_size))
-        self.up = nn.Parameter(torch.empty(heads * features, RANK))
-        self.bias = nn.Parameter(torch.empty(heads, features))
+        self.up = nn.Parameter(torch.empty(heads * geometry.head_dim, RANK))
+        self.bias = nn.Parameter(torch.empty(heads, geometry.head_dim))
         LowRankGate.reset_parameters(self)
 
     def reset_parameters(self) -> None:
@@ -139,8 +139,8 @@ class ScalarGate(Gate):
     no_weight_decay = ("log_rate",)
     initial_rate: ClassVar[float] = DELTA_RATE
 
-    def __init__(self, config: BackendConfig, geometry: Geometry, features: int) -> None:
-        super().__init__(config, geometry, features)
+    def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
+        super().__init__(config, geometry)
         heads = geometry.num_key_heads
         self.weight = nn.Parameter(torch.empty(heads, self.hidden_size))
         self.bias = nn.Parameter(torch.empty(heads))
@@ -169,8 +169,8 @@ class VectorGate(LowRankGate):
     no_weight_decay = ("log_rate",)
     initial_bias = math.log(math.expm1(DELTA_RATE))
 
-    def __init__(self, config: BackendConfig, geometry: Geometry, features: int) -> None:
-        super().__init__(config, geometry, features)
+    def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
+        super().__init__(config, geometry)
         self.log_rate = nn.Parameter(torch.empty(geometry.num_key_heads))
         self.reset_parameters()
 
@@ -274,9 +274,9 @@ class HGRN2Gate(LowRankGate):
 
     initial_bias = math.log(0.5 / INITIAL_RATE - 1)  # with the initial bound of 1/2
 
-    def __init__(self, config: BackendConfig, geometry: Geometry, features: int) -> None:
-        super().__init__(config, geometry, features)
-        self.bound = nn.Parameter(torch.empty(geometry.num_key_heads, features))
+    def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
+        super().__init__(config, geometry)
+        self.bound = nn.Parameter(torch.empty(geometry.num_key_heads, geometry.head_dim))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

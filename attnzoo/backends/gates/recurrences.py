@@ -93,13 +93,13 @@ class RWKV6(Recurrence):
     no_weight_decay = ("log_bonus",)
     op = staticmethod(rwkv6_attention)
 
-    def __init__(self, config: BackendConfig, geometry: Geometry, features: int) -> None:
-        super().__init__(config, geometry, features)
+    def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
+        super().__init__(config, geometry)
         heads = geometry.num_key_heads
         self.down = nn.Parameter(torch.empty(RANK, self.hidden_size))
-        self.up = nn.Parameter(torch.empty(heads * features, RANK))
-        self.bias = nn.Parameter(torch.empty(heads, features))
-        self.log_bonus = nn.Parameter(torch.empty(heads, features))
+        self.up = nn.Parameter(torch.empty(heads * geometry.head_dim, RANK))
+        self.bias = nn.Parameter(torch.empty(heads, geometry.head_dim))
+        self.log_bonus = nn.Parameter(torch.empty(heads, geometry.head_dim))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -135,8 +135,8 @@ class MLSTM(Recurrence):
         "eps": "divides by max(|q n|, 1) and needs none",
     }
 
-    def __init__(self, config: BackendConfig, geometry: Geometry, features: int) -> None:
-        super().__init__(config, geometry, features)
+    def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
+        super().__init__(config, geometry)
         heads = geometry.num_key_heads
         self.forget_weight = nn.Parameter(torch.empty(heads, self.hidden_size))
         self.forget_bias = nn.Parameter(torch.empty(heads))
@@ -196,10 +196,10 @@ class Matrix(TokenByToken):
     only the recurrent form: prefill and training run token by token too, which is slow.
     """
 
-    def __init__(self, config: BackendConfig, geometry: Geometry, features: int) -> None:
-        super().__init__(config, geometry, features)
+    def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
+        super().__init__(config, geometry)
         assert geometry.value_dim is not None
-        shape = geometry.num_key_heads, features, geometry.value_dim
+        shape = geometry.num_key_heads, geometry.head_dim, geometry.value_dim
         self.down = nn.Parameter(torch.empty(RANK, self.hidden_size))
         self.up = nn.Parameter(torch.empty(math.prod(shape), RANK))
         self.bias = nn.Parameter(torch.empty(shape))
@@ -236,14 +236,14 @@ class Mamba(TokenByToken):
 
     no_weight_decay = ("log_rate",)
 
-    def __init__(self, config: BackendConfig, geometry: Geometry, features: int) -> None:
-        super().__init__(config, geometry, features)
+    def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
+        super().__init__(config, geometry)
         assert geometry.value_dim is not None
         heads, size = geometry.num_key_heads, geometry.value_dim
         self.down = nn.Parameter(torch.empty(RANK, self.hidden_size))
         self.up = nn.Parameter(torch.empty(heads * size, RANK))
         self.bias = nn.Parameter(torch.empty(heads, size))
-        self.log_rate = nn.Parameter(torch.empty(heads, features, size))
+        self.log_rate = nn.Parameter(torch.empty(heads, geometry.head_dim, size))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

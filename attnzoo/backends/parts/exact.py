@@ -10,7 +10,12 @@ from torch import Tensor
 
 from attnzoo.contract.backend import AttentionBackend
 from attnzoo.contract.capabilities import Capabilities
-from attnzoo.contract.config import BackendConfig, check_num_sinks, sinks_shard_reasons
+from attnzoo.contract.config import (
+    BackendConfig,
+    Geometry,
+    check_num_sinks,
+    sinks_shard_reasons,
+)
 from attnzoo.contract.context_parallel import SequenceShard, with_neighbours
 from attnzoo.contract.inputs import AttentionInputs
 from attnzoo.contract.masks import AttentionMask, Window
@@ -61,10 +66,9 @@ class ExactBackend(AttentionBackend):
         context_parallel=True,
     )
 
-    @property
-    def window(self) -> int | None:
-        """The window of the options."""
-        return self.config.window
+    def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
+        super().__init__(config, geometry)
+        self.window: int | None = self.config.window
 
     @property
     def keeps_all_keys(self) -> bool:

@@ -29,10 +29,11 @@ from attnzoo.contract.implementation import impl_names
 from attnzoo.contract.inputs import AttentionInputs
 from attnzoo.contract.states import AttentionOutput
 from attnzoo.errors import ConfigError, UnsupportedError
+from attnzoo.ops.features.functional import MapWeights
 from attnzoo.ops.hybrid.api import run_hybrid_attention
 from attnzoo.ops.hybrid.state import HybridInputs, LinearBranch, with_window
 from attnzoo.ops.linear.api import run_linear_attention
-from attnzoo.ops.linear.common import LinearInputs, MapWeights
+from attnzoo.ops.linear.common import LinearInputs
 from attnzoo.runtime.autocast import autocast_disabled
 
 
@@ -340,16 +341,22 @@ class FeatureMapBackend(RecurrentBackend):
         # bits they are no faster on a CPU (T=2048, D=64, forward and backward: 43 ms against 40),
         # the gradients of q and k lose up to twice as much (3.5e-3 against 1.7e-3, which is the
         # rounding of the gradients themselves), and features of exp overflow in float16.
-        with autocast_disabled(inputs.q.device):
-            if name := self.fused_feature_map():
-                return self.run_op(inputs.q, inputs.k, inputs, feature_map=name)
-            counts = count_tokens(inputs) if self.feature_map.positional else None
-            options = {} if counts is None else {"positions": counts.positions}
-            q = self.feature_map(inputs.q, inputs.scale, of="queries", **options)
-            k = self.feature_map(inputs.k, inputs.scale, of="keys", **options)
-            if counts is None:
-                return self.run_op(q, k, inputs)
-            return with_count(self.run_op(q, k, without_count(inputs)), counts)
+        if torch._C._is_any_autocast_enabled():
+            with autocast_disabled(inputs.q.device):
+                return self.map_and_attend(inputs)
+        return self.map_and_attend(inputs)
+
+    def map_and_attend(self, inputs: AttentionInputs) -> AttentionOutput:
+        """Run :meth:`attend` where autocast does not change the precision."""
+        if name := self.fused_feature_map():
+            return self.run_op(inputs.q, inputs.k, inputs, feature_map=name)
+        counts = count_tokens(inputs) if self.feature_map.positional else None
+        options = {} if counts is None else {"positions": counts.positions}
+        q = self.feature_map(inputs.q, inputs.scale, of="queries", **options)
+        k = self.feature_map(inputs.k, inputs.scale, of="keys", **options)
+        if counts is None:
+            return self.run_op(q, k, inputs)
+        return with_count(self.run_op(q, k, without_count(inputs)), counts)
 
     def fused_feature_map(self) -> str:
         """Return the feature map that the op applies, or ``""`` if the module applies it."""

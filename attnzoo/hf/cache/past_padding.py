@@ -62,9 +62,6 @@ def update_past_padding(
     Raises:
         UnsupportedError: A token was real and is padding now, or the reverse.
     """
-    if mask.padding is None and (past is None or past.padding is None):
-        is_counted = isinstance(mask, ModelMask) and isinstance(mask.q_offset, int)
-        return PastPadding(None, int(mask.q_offset) + new if is_counted else UNLIMITED)
     shared = mask.shared if isinstance(mask, ModelMask) else {}
     key = id(past), id(mask.padding), new
     if key not in shared:  # keeping the objects alive keeps their ids unique

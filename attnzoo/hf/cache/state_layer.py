@@ -127,7 +127,7 @@ class StateLayer(RecordsCalls, CacheLayerMixin):
         self.unread: tuple[Tensor, Tensor] | None = None  # keys and values of the stock layer
         self.update_pending = False  # whether a swapped layer is about to call update
         self.record_past = False
-        self._clear_recorded()
+        self._recorded, self._state_before_recorded = [], None
 
     # -- called by the attention layer -----------------------------------------------------------
 
@@ -209,10 +209,12 @@ class StateLayer(RecordsCalls, CacheLayerMixin):
     def store(self, state: State) -> None:
         """Store the state after a call, without views that keep larger storages alive."""
         if not torch.compiler.is_compiling():
+            kept, is_view = [], False
             for x in state:
-                if x.untyped_storage().nbytes() > x.nbytes:
-                    state = type(state)(*map(_clone_view, state))
-                    break
+                holds_more = x.untyped_storage().nbytes() > x.nbytes
+                kept.append(x.clone() if holds_more else x)
+                is_view = is_view or holds_more
+            state = type(state)(*kept) if is_view else state
         self.state = state
 
     # -- called by generation --------------------------------------------------------------------
@@ -419,11 +421,6 @@ def add_states(cache: Cache) -> None:
         cache = cache.self_attention_cache
     if not torch.compiler.is_compiling():
         cache.__class__ = subclass(StateCache, type(cache))
-
-
-def _clone_view(x: Tensor) -> Tensor:
-    """Return ``x``, cloned if it is a view that keeps a larger storage alive."""
-    return x if x.untyped_storage().nbytes() <= x.nbytes else x.clone()
 
 
 def cache_index(module: nn.Module, backend: AttentionBackend) -> int:

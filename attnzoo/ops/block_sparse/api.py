@@ -22,7 +22,7 @@ from attnzoo.contract.implementation import (
 )
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import AttentionOutput
-from attnzoo.contract.validation import empty_output, is_empty_call
+from attnzoo.contract.validation import check_lengths, empty_output
 from attnzoo.ops.block_sparse.cpu.block_sparse import best_blocks, cpp_reasons
 from attnzoo.ops.block_sparse.custom_ops import CPP, TORCH, TRITON, SparseOperators, triton_step
 from attnzoo.ops.block_sparse.index_keys import add_index, pack_queries
@@ -138,13 +138,38 @@ def block_sparse_attention(
     selection = SelectionOptions(score, coverage, per_key_head)
     check_options(options, selection)
     check_inputs(q, k, v, mask, has_state=state is not None, query_block=query_block)
-    if state is not None:
-        check_state(state, k, v)
-    given = None if index is None else IndexTensors(*(x.detach() for x in index))
-    check_index(given, q, k, score)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     call = SparseCall(q, k, v, None, None, None, None, scale, options, selection)
-    if is_empty_call(q, k):
+    call = call._replace(return_state=return_state)
+    return run_block_sparse_attention(call, mask, index, state, impl)
+
+
+def run_block_sparse_attention(
+    call: SparseCall,
+    mask: AttentionMask,
+    index: tuple[Tensor, Tensor, Tensor] | None = None,
+    state: BlockSparseState | None = None,
+    impl: str = "auto",
+) -> AttentionOutput:
+    """Compute :func:`block_sparse_attention` of tensors that fit each other, as a backend's do.
+
+    A state and index tensors are checked here: an earlier call and an indexer have made them.
+
+    Args:
+        call: Queries, keys, values and options, in rows as they are given.
+        mask: As in :func:`block_sparse_attention`, and so are the others.
+        index: See mask.
+        state: See mask.
+        impl: See mask.
+    """
+    q, k, v, return_state = call.q, call.k, call.v, call.return_state
+    if state is not None:
+        check_state(state, k, v)
+    else:
+        check_lengths(q, k, mask)
+    given = None if index is None else IndexTensors(*(x.detach() for x in index))
+    check_index(given, q, k, call.selection.score)
+    if 0 in (q.shape[2], *k.shape):
         return _empty(call, given, state, return_state, impl)
     if state is not None and _is_step(q, k, v, mask):
         step = _step_of(call, given, state)
@@ -152,7 +177,7 @@ def block_sparse_attention(
             out = found[0].run(step).to(v.dtype)
             return AttentionOutput(out, step.state if return_state else None, impl=found[1])
     call, order, key_order = align_rows(call, mask, state)
-    call = call._replace(leader=None if state is None else state.leader, return_state=return_state)
+    call = call._replace(leader=None if state is None else state.leader)
     if given is not None:
         call = add_index(call, given, order, key_order, state)
     implementation, choice = select("block_sparse_attention", call, impl)

@@ -117,15 +117,13 @@ def head_groups(x: Tensor, heads: int, key_heads: int) -> Tensor:
 def gather_keys(x: Tensor, index: Tensor) -> Tensor:
     """Gather ``[B, Hkv, S, D]`` at columns ``[B, A, c, X]``, as ``[B, Hkv, F, c, X, D]``."""
     batch, key_heads, _, size = x.shape
-    strides = x.stride()
-    if strides[3] != 1 or any(stride % size for stride in strides[:3]):
+    row, head, token, step = x.stride()
+    if step != 1 or row % size or head % size or token % size:
         x = x.contiguous()
-        strides = x.stride()
-    rows = 1 + sum(
-        (n - 1) * stride // size for n, stride in zip(x.shape, strides[:3], strict=False)
-    )
+        row, head, token, _ = x.stride()
+    row, head, token = row // size, head // size, token // size
+    rows = 1 + (batch - 1) * row + (key_heads - 1) * head + (x.shape[2] - 1) * token
     flat = x.as_strided((rows, size), (size, 1))
-    row, head, token = (stride // size for stride in strides[:3])
     index = index.unflatten(1, (key_heads, -1)) * token
     device = x.device
     index = index + (torch.arange(batch, device=device) * row)[:, None, None, None, None]

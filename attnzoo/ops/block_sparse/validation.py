@@ -101,7 +101,9 @@ def check_state(state: BlockSparseState, k: Tensor, v: Tensor) -> None:
         ("leader", (k.shape[0], *state.leader.shape[1:])),
         ("tail", (k.shape[0], *state.tail.shape[1:])),
     ):
-        check_state_field(f"state.{name}", getattr(state, name), shape, k.device, DTYPES)
+        x: Tensor = getattr(state, name)
+        if not (x.shape == shape and x.device == k.device and x.dtype in DTYPES):
+            check_state_field(f"state.{name}", x, shape, k.device, DTYPES)
     integers = (torch.int32, torch.int64)
     check_state_field("state.length", state.length, (k.shape[0],), k.device, integers)
 

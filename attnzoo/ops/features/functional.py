@@ -412,3 +412,33 @@ LEARNED = {
     "t2r": LearnedMap(learned_relu, "RELU", True, True),
     "hedgehog_exp": LearnedMap(learned_exp, "EXP", False, True),
 }
+
+NAMES = (*FIXED, *LEARNED)
+SCALED = {name for name, fixed in FIXED.items() if fixed.takes_scale}  # kernels take its root
+
+
+class MapWeights(NamedTuple):
+    """Weights of a learned map: matrices ``[H, N, D]`` or residuals ``[H, D, D]``, and biases."""
+
+    q: Tensor
+    k: Tensor
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+
+
+def num_features(k: Tensor, name: str, weights: MapWeights | None) -> int:
+    """Return the number of features of a key."""
+    return k.shape[3] if weights is None else weights.k.shape[1] * LEARNED[name].features
+
+
+def map_features(
+    x: Tensor, name: str, scale: float, weights: MapWeights | None, *, of_keys: bool
+) -> Tensor:
+    """Return the features of queries or keys, ``[B, H, T, F]``, in torch."""
+    if weights is not None:
+        matrix, bias = (weights.k, weights.k_bias) if of_keys else (weights.q, weights.q_bias)
+        function = LEARNED[name].function
+        return function(x, matrix) if bias is None else function(x, matrix, bias)
+    fixed = FIXED[name]
+    function = fixed.keys if of_keys else fixed.queries
+    return function(x, scale) if name in SCALED else function(x)

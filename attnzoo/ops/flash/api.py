@@ -130,19 +130,20 @@ def flash_attention(
         True
     """
     check_qkv(q, k, v, mask, bias=bias, sinks=sinks, dropout=dropout)
+    mask = AttentionMask() if mask is None else mask
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return run_flash_attention(FlashCall(q, k, v, mask, scale, bias, sinks, dropout), impl)
+
+
+def run_flash_attention(call: FlashCall, impl: str = "auto") -> AttentionOutput:
+    """Compute :func:`flash_attention` of tensors that fit each other, as a backend's do."""
+    bias, sinks = call.bias, call.sinks
+    if bias is not None or sinks is not None:  # of a model, which no contract knows
+        check_qkv(call.q, call.k, call.v, call.mask, bias=bias, sinks=sinks)
     if bias is not None:
-        bias = bias[(None,) * (4 - bias.dim())]  # kernels expand four dimensions
-    call = FlashCall(
-        q,
-        k,
-        v,
-        AttentionMask() if mask is None else mask,
-        q.shape[-1] ** -0.5 if scale is None else scale,
-        bias,
-        sinks,
-        dropout,
-    )
+        call = call._replace(bias=bias[(None,) * (4 - bias.dim())])  # kernels expand four of them
     implementation, choice = select("flash_attention", call, impl)
-    if is_empty_call(q, k):
-        return AttentionOutput(empty_output(q, k, v, bias, sinks), impl=choice)
+    if is_empty_call(call.q, call.k):
+        empty = empty_output(call.q, call.k, call.v, bias, sinks)
+        return AttentionOutput(empty, impl=choice)
     return AttentionOutput(implementation.run(call), impl=choice)

@@ -48,9 +48,9 @@ from attnzoo.contract.validation import (
     check_size,
     check_state_field,
     empty_output,
-    is_empty_call,
 )
 from attnzoo.errors import UnsupportedError
+from attnzoo.ops.features.functional import num_features
 from attnzoo.ops.hybrid.cpu.hybrid_step import hybrid_step_cpp, step_cpp_reasons
 from attnzoo.ops.hybrid.parts import run_cpp, run_torch, sums_torch
 from attnzoo.ops.hybrid.reference import run_reference
@@ -74,7 +74,7 @@ from attnzoo.ops.hybrid.triton.run import (
     run_triton,
     step_triton_reasons,
 )
-from attnzoo.ops.linear.common import check_feature_map, num_features
+from attnzoo.ops.linear.common import check_feature_map
 from attnzoo.ops.linear.cpu.linear import cpp_reasons
 from attnzoo.ops.linear.validation import check_log_decay
 from attnzoo.ops.window.causal_window import attend_torch
@@ -194,7 +194,7 @@ def run_hybrid_attention(
     in_rows = sequences is not None and (x.state is not None or x.num_sinks > 0)
     given = x.in_rows() if in_rows else x
     chosen, choice = select("hybrid_attention", given, impl)
-    if is_empty_call(q, k):
+    if 0 in k.shape:
         others = branch.q, branch.k, branch.log_weight, branch.log_decay
         out = empty_output(q, k, v, *others, *(branch.map_weights or ()))
         if x.return_state and state is None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from attnzoo.contract.padding import values_are_known
 from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import LinearState
-from attnzoo.ops.hybrid.state import HybridInputs, LinearBranch
+from attnzoo.ops.hybrid.state import HybridInputs, HybridState, LinearBranch
 from attnzoo.ops.linear.api import linear_attention
 from attnzoo.ops.linear.cpu.linear import weighted_sums
 from attnzoo.ops.linear.triton.run import divide_sums, round_features
@@ -92,8 +92,9 @@ def run_cpp(x: HybridInputs) -> PartsResult:
     """Compute the linear sums in C++, then the window and the output in one pass."""
     if x.q.shape[2] == 1:
         return run_parts(x, band_attention_cpp, sums_cpp)
-    x = x.without_gaps()
-    if x.num_sinks or not x.causal or not _has_full_window(x):
+    if x.sequences is not None:
+        x = x.without_gaps()
+    if x.num_sinks or not x.causal or (x.state is not None and not _is_full(x.state, x.window)):
         x = x.with_features()
     far = linear_sums(x, sums_cpp)
     logit = linear_logit(x, far.counts, far.sums.dtype).expand(*x.q.shape[:3], 1).squeeze(3)
@@ -106,15 +107,12 @@ def run_cpp(x: HybridInputs) -> PartsResult:
     return out, far.state
 
 
-def _has_full_window(x: HybridInputs) -> bool:
-    """Return whether every place of the state's window is known to have a key.
+def _is_full(state: HybridState, window: int) -> bool:
+    """Return whether every place of a state's window is known to have a key.
 
     The features of a place without a key are zeros; those of a key of zeros are not.
     """
-    if x.state is None:
-        return True
-    seen = x.state.seen
-    return values_are_known(seen) and bool((seen >= x.window).all())
+    return values_are_known(state.seen) and bool((state.seen >= window).all())
 
 
 # -- the linear sums -------------------------------------------------------------------------------
@@ -154,23 +152,22 @@ def _causal_sums(x: HybridInputs, compute: CausalSums) -> LinearSums:
         queries = branch.q[:, :, first:]
         if log_decay is not None and log_decay.dim() > 1:
             log_decay = log_decay[:, :, first:]
-        sequences = lagged(sequences, first, length)
+        sequences = None if sequences is None else lagged(sequences, first, length)
     else:
         old = state.features if branch.feature_map == "identity" else state.k
         keys = torch.cat([old.to(branch.k.dtype), branch.k], 2)[:, :, :length]
         old_values = state.v[:, :, x.num_sinks :]
         values = torch.cat([old_values, x.v.to(old_values.dtype)], 2)[:, :, :length]
         queries, first, sums = branch.q, 0, LinearState(state.kv, state.z)
-    if (entering := entering_keys(x, first)) is not None:
+    is_partial = x.lengths is not None or (state is not None and x.num_sinks)
+    if is_partial and (entering := entering_keys(x, first)) is not None:
         keys = keys.masked_fill(~entering[:, None, :, None], 0)
     out, totals, last = compute(x, (queries, keys, values), sequences, log_decay, sums)
     return LinearSums(out, totals, linear_counts(x) if branch.mean else None, last)
 
 
-def lagged(sequences: Sequences | None, lag: int, tokens: int) -> Sequences | None:
+def lagged(sequences: Sequences, lag: int, tokens: int) -> Sequences:
     """Return the sequences of a row of N tokens without its first, all within the shorter row."""
-    if sequences is None:
-        return None
     found = sequences.without_first(lag)
     return replace(found, starts=found.starts.clamp(max=max(tokens - lag, 0)))
 
@@ -231,7 +228,9 @@ def _directional_sums(
 ) -> tuple[Tensor, Tensor]:
     """Return the linear sums of queries paired with the first keys outside their windows."""
     q, k, v = x.branch.q[:, :, queries], x.branch.k[:, :, keys], x.v[:, :, keys]
-    sequences = lagged(x.sequences, x.window + 1, x.q.shape[2])
+    sequences = x.sequences
+    if sequences is not None:
+        sequences = lagged(sequences, x.window + 1, x.q.shape[2])
     if queries.start is not None:
         sums, totals, _ = compute(x, (q, k, v), sequences, None, None)
         return sums, totals

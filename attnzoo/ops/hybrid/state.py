@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from attnzoo.contract.context_parallel import SequenceShard, latest_before
-from attnzoo.contract.padding import fill_padding, gather_tokens
+from attnzoo.contract.padding import fill_padding
 from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import LinearState
-from attnzoo.ops.linear.common import MapWeights, like_features, map_features
+from attnzoo.ops.features.functional import MapWeights, map_features
+from attnzoo.ops.linear.common import like_features
 from attnzoo.ops.linear.context_parallel import state_from_earlier_ranks
 from attnzoo.ops.window.causal_window import (
     WindowInputs,
@@ -46,24 +47,15 @@ def oldest_first(state: HybridState) -> HybridState:
     return _rotate(state, state.seen)
 
 
-def as_ring(state: HybridState) -> HybridState:
-    """Return the ring buffer of a state whose keys are in order of time."""
-    return _rotate(state, -state.seen)
-
-
 def with_window(state: HybridState, window: int) -> HybridState:
     """Return a state whose window has more rows than all its tokens fill."""
     held = state.features.shape[2]
     if held == window:
         return state
     in_order, num_sinks = oldest_first(state), state.k.shape[2] - held
-    return as_ring(
-        in_order._replace(
-            k=grow_window(in_order.k, window, num_sinks),
-            v=grow_window(in_order.v, window, num_sinks),
-            features=grow_window(in_order.features, window, 0),
-        )
-    )
+    k, v = (grow_window(x, window, num_sinks) for x in (in_order.k, in_order.v))
+    features = grow_window(in_order.features, window, 0)
+    return _rotate(in_order._replace(k=k, v=v, features=features), -state.seen)  # a ring buffer
 
 
 def _rotate(state: HybridState, steps: Tensor) -> HybridState:
@@ -74,8 +66,12 @@ def _rotate(state: HybridState, steps: Tensor) -> HybridState:
     rows = state.k.shape[2] - window + index
     first = torch.arange(state.k.shape[2] - window, device=steps.device).expand(steps.shape[0], -1)
     rows = torch.cat([first, rows], 1)
-    k, v = gather_tokens(state.k, rows), gather_tokens(state.v, rows)
-    return state._replace(k=k, v=v, features=gather_tokens(state.features, index))
+    moved = []
+    for x, places in ((state.k, rows), (state.v, rows), (state.features, index)):
+        # take_along_dim fixes the lengths that an exported program accepts
+        places = places[:, None, :, None].expand(*x.shape[:2], -1, x.shape[3])
+        moved.append(x.gather(2, places))
+    return state._replace(k=moved[0], v=moved[1], features=moved[2])
 
 
 class LinearBranch(NamedTuple):
@@ -103,17 +99,13 @@ class LinearBranch(NamedTuple):
         """Return a tensor with the shape, dtype and device of the features of keys."""
         return like_features(self.k, self.feature_map, self.map_weights)
 
-    def features(self) -> tuple[Tensor, Tensor]:
-        """Return the features of queries and keys."""
-        options = (self.feature_map, self.feature_scale, self.map_weights)
-        q = map_features(self.q, *options, of_keys=False)
-        return q, map_features(self.k, *options, of_keys=True)
-
     def mapped(self) -> LinearBranch:
         """Return the branch with features in place of the inputs of the feature map."""
         if self.feature_map == "identity":
             return self
-        q, k = self.features()
+        options = (self.feature_map, self.feature_scale, self.map_weights)
+        q = map_features(self.q, *options, of_keys=False)
+        k = map_features(self.k, *options, of_keys=True)
         return self._replace(q=q, k=k, feature_map="identity", map_weights=None)
 
 
@@ -230,7 +222,7 @@ def next_state(
         options = (branch.feature_map, branch.feature_scale, branch.map_weights)
         features = map_features(k[:, :, x.num_sinks :], *options, of_keys=True)
         features = features * is_filled(seen, x.window)[:, None, :, None]
-    return as_ring(HybridState(k, v, features, sums.kv, sums.k, seen))
+    return _rotate(HybridState(k, v, features, sums.kv, sums.k, seen), -seen)  # a ring buffer
 
 
 def empty_state(x: HybridInputs) -> HybridState:

@@ -33,13 +33,12 @@ from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import AttentionOutput, LinearState, run_on_slots
 from attnzoo.contract.validation import check_qkv, check_sequences, check_shard, check_size
 from attnzoo.errors import UnsupportedError
+from attnzoo.ops.features.functional import MapWeights, num_features
 from attnzoo.ops.linear.common import (
     LinearInputs,
-    MapWeights,
     check_feature_map,
     like_features,
     map_inputs,
-    num_features,
     on_rows,
     state_dtype,
     widen_shared,

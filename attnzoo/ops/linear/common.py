@@ -15,22 +15,20 @@ from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import LinearState
 from attnzoo.contract.validation import check_shape, empty_output
 from attnzoo.errors import UnsupportedError, did_you_mean
-from attnzoo.ops.features.functional import FIXED, LEARNED, widen
+from attnzoo.ops.features.functional import (
+    LEARNED,
+    NAMES,
+    MapWeights,
+    map_features,
+    num_features,
+    widen,
+)
 from attnzoo.runtime.autocast import autocast_disabled
 
 CHUNK_SIZE = 64  # tokens per chunk, unless the call sets it
 
 # The output, and the state after the last token of each sequence, None if it is not requested
 Result = tuple[Tensor, LinearState | None]
-
-
-class MapWeights(NamedTuple):
-    """Weights of a learned map: matrices ``[H, N, D]`` or residuals ``[H, D, D]``, and biases."""
-
-    q: Tensor
-    k: Tensor
-    q_bias: Tensor | None = None
-    k_bias: Tensor | None = None
 
 
 class LinearInputs(NamedTuple):
@@ -144,10 +142,6 @@ def state_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
 # -- feature maps that implementations apply -------------------------------------------------------
 
 
-NAMES = (*FIXED, *LEARNED)
-SCALED = {name for name, fixed in FIXED.items() if fixed.takes_scale}  # kernels take its root
-
-
 def check_feature_map(name: str, weights: MapWeights | None, q: Tensor, k: Tensor) -> None:
     """Raise ``UnsupportedError`` if the map is unknown, or its weights do not fit q and k."""
     if name not in NAMES:
@@ -182,29 +176,11 @@ def check_feature_map(name: str, weights: MapWeights | None, q: Tensor, k: Tenso
             check_shape(field, bias, shape, "heads, N", device)
 
 
-def num_features(k: Tensor, name: str, weights: MapWeights | None) -> int:
-    """Return the number of features of a key."""
-    return k.shape[3] if weights is None else weights.k.shape[1] * LEARNED[name].features
-
-
 def like_features(k: Tensor, name: str, weights: MapWeights | None) -> Tensor:
     """Return a tensor with the shape and dtype of the features of keys; its values are not used."""
     if weights is None:
         return k
     return k.new_zeros(()).expand(*k.shape[:3], num_features(k, name, weights))
-
-
-def map_features(
-    x: Tensor, name: str, scale: float, weights: MapWeights | None, *, of_keys: bool
-) -> Tensor:
-    """Return the features of queries or keys, ``[B, H, T, F]``, in torch."""
-    if weights is not None:
-        matrix, bias = (weights.k, weights.k_bias) if of_keys else (weights.q, weights.q_bias)
-        function = LEARNED[name].function
-        return function(x, matrix) if bias is None else function(x, matrix, bias)
-    fixed = FIXED[name]
-    function = fixed.keys if of_keys else fixed.queries
-    return function(x, scale) if name in SCALED else function(x)
 
 
 def map_inputs(x: LinearInputs) -> LinearInputs:
@@ -224,12 +200,10 @@ def map_inputs(x: LinearInputs) -> LinearInputs:
 
 def matrices(name: str, weights: MapWeights, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
     """Return the matrices ``[H, N, D]`` of queries and keys, and their biases ``[H, N]``."""
-
-    def matrix(x: Tensor) -> Tensor:
-        x = x.to(dtype)
-        if LEARNED[name].is_residual:
-            x = x + torch.eye(x.shape[1], dtype=dtype, device=x.device)
-        return x.contiguous()
-
-    biases = (None if x is None else x.to(dtype).contiguous() for x in weights[2:])
-    return matrix(weights.q), matrix(weights.k), *biases
+    q, k, q_bias, k_bias = weights.q.to(dtype), weights.k.to(dtype), weights.q_bias, weights.k_bias
+    if LEARNED[name].is_residual:
+        identity = torch.eye(q.shape[1], dtype=dtype, device=q.device)
+        q, k = q + identity, k + identity
+    if q_bias is None or k_bias is None:
+        return q.contiguous(), k.contiguous(), None, None
+    return q.contiguous(), k.contiguous(), *(x.to(dtype).contiguous() for x in (q_bias, k_bias))

@@ -180,17 +180,18 @@ def causal_window(
 
 def next_window(x: WindowInputs, sequences: Sequences | None) -> WindowState:
     """Return the window after a call; ``x`` is in the layout of the call, before rows."""
+    old_k, old_v = (None, None) if x.state is None else x.state[:2]
+    seen = tokens_after(x.state, x.k, sequences)
+    if not x.num_sinks:
+        k = latest_tokens(x.k, x.size, old_k, sequences)
+        return WindowState(k, latest_tokens(x.v, x.size, old_v, sequences), seen)
 
     def latest(new: Tensor, old: Tensor | None) -> Tensor:
         of_window = None if old is None else old[:, :, x.num_sinks :]
         found = latest_tokens(new, x.size, of_window, sequences)
-        if not x.num_sinks:
-            return found
         before = None if old is None or x.state is None else (old, x.state.seen)
         return torch.cat([first_tokens(new, x.num_sinks, before, sequences), found], 2)
 
-    old_k, old_v = (None, None) if x.state is None else x.state[:2]
-    seen = tokens_after(x.state, x.k, sequences)
     return WindowState(latest(x.k, old_k), latest(x.v, old_v), seen)
 
 
@@ -349,7 +350,7 @@ def local_softmax(
     options = LocalOptions(
         Band(*reach, 1), reach[1] == 0, x.scale, segment_ids=x.ids, return_lse=True
     )
-    attend = attend_dense if is_empty_call(x.q, x.k) else attend
+    attend = attend_dense if 0 in x.k.shape else attend
     return attend(x.q, x.k, x.v, options, 0, outside)
 
 

@@ -8,7 +8,7 @@ from attnzoo.backends.gates import base
 from attnzoo.backends.gates.base import GATES, Decay, Gate
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.delta.api import delta_attention
-from attnzoo.testing import check_backend
+from attnzoo.testing import ConformanceError, check_backend
 from tests.helpers import HKV, build, hidden_states, qkv
 
 # Those that only decay, in the shapes that ops take
@@ -36,9 +36,9 @@ class Channels(Gate):
 
     needs_hidden_states = True
 
-    def __init__(self, config, geometry, features):
-        super().__init__(config, geometry, features)
-        self.weight = torch.nn.Parameter(torch.empty(geometry.num_key_heads, features))
+    def __init__(self, config, geometry):
+        super().__init__(config, geometry)
+        self.weight = torch.nn.Parameter(torch.empty(geometry.num_key_heads, geometry.head_dim))
         self.reset_parameters()
 
     def reset_parameters(self):
@@ -62,6 +62,22 @@ def test_own_gates_pass_the_conformance_suite(own_gate, gate, backend):
     own_gate(gate)
     cls = attnzoo.get_backend(backend)
     check_backend(cls, config=cls.config_class(gate="own"))
+
+
+class Float32(Channels):
+    """Computes in float32, whatever the inputs are."""
+
+    def log_decay(self, k, hidden_states):
+        weight = self.weight.float().repeat_interleave(8, 1)[:, : hidden_states.shape[2]]
+        logits = torch.nn.functional.linear(hidden_states.float(), weight)
+        return torch.nn.functional.logsigmoid(logits).transpose(1, 2)
+
+
+def test_float32_in_a_wider_trial_is_named(own_gate):
+    own_gate(Float32)
+    cls = attnzoo.get_backend("gated_linear")
+    with pytest.raises(ConformanceError, match="as of float32: a part may return float32"):
+        check_backend(cls, config=cls.config_class(gate="own"))
 
 
 @pytest.mark.parametrize("gate", FIT)

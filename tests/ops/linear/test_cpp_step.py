@@ -5,8 +5,9 @@ import torch
 from torch.testing import assert_close
 
 from attnzoo.contract.states import LinearState
+from attnzoo.ops.features.functional import MapWeights
 from attnzoo.ops.linear.api import linear_attention
-from attnzoo.ops.linear.common import LinearInputs, MapWeights, StepGate
+from attnzoo.ops.linear.common import LinearInputs, StepGate
 from attnzoo.ops.linear.cpu.linear_step import LINEAR_STEP, run_step_cpp
 from attnzoo.runtime import cpp
 from tests.helpers import nan_surrounded

@@ -7,10 +7,9 @@ from torch.testing import assert_close
 from attnzoo.backends.feature_maps.base import get_feature_map
 from attnzoo.contract.config import Geometry
 from attnzoo.errors import UnsupportedError
-from attnzoo.ops.features.functional import LEARNED
+from attnzoo.ops.features.functional import LEARNED, NAMES, MapWeights
 from attnzoo.ops.hybrid.api import LinearBranch, hybrid_attention
 from attnzoo.ops.linear.api import linear_attention
-from attnzoo.ops.linear.common import NAMES, MapWeights
 from attnzoo.ops.linear.cpu.call import LINEAR
 from attnzoo.registry import build_backend
 from attnzoo.runtime import cpp

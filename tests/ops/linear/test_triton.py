@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import LinearState
 from attnzoo.errors import UnsupportedError
-from attnzoo.ops.features.functional import FIXED
+from attnzoo.ops.features.functional import FIXED, MapWeights
 from attnzoo.ops.linear.api import linear_attention
-from attnzoo.ops.linear.common import MapWeights
 from attnzoo.ops.linear.triton import launch
 from attnzoo.ops.linear.triton import run as triton_impl
 from attnzoo.ops.linear.triton.custom_op import (

@@ -13,7 +13,7 @@ import attnzoo
 from attnzoo.backends.parts import exact
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf import seam
-from attnzoo.hf.attention import cached_call
+from attnzoo.hf.attention import call
 from attnzoo.hf.masks import ModelMask
 from attnzoo.testing import ConformanceError, check_generation
 from tools.family_sweep import record
@@ -140,7 +140,7 @@ def test_the_comparison_detects_the_fault(change, monkeypatch):
 
 
 def test_a_state_before_keys_that_contain_it_is_detected(monkeypatch):
-    run = cached_call.run_with_state
+    run = call.run_with_state
 
     def without_keys_of_others(backend, layer, query, key, value, mask, options):
         if layer.update_pending:
@@ -148,7 +148,7 @@ def test_a_state_before_keys_that_contain_it_is_detected(monkeypatch):
         return run(backend, layer, query, key, value, mask, options)
 
     monkeypatch.setattr("attnzoo.hf.attention.call.run_with_state", without_keys_of_others)
-    monkeypatch.setattr(cached_call, "_refuse_count", lambda *_: None)
+    monkeypatch.setattr(call, "_refuse_count", lambda *_: None)
     with pytest.raises(ConformanceError):
         test_the_keys_of_a_layer_that_keeps_all("gemma3n_text")
 

@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from attnzoo.contract.states import refuse_slots, wrong_slot
 from attnzoo.errors import UnsupportedError, short_repr
+from attnzoo.ops.features.functional import SCALED, map_features
 from attnzoo.ops.hybrid.state import HybridState, StepInputs, StepResult
-from attnzoo.ops.linear.common import SCALED
 from attnzoo.ops.linear.cpu.call import MAP_NAMES, map_numbers
 from attnzoo.runtime import cpp
 from attnzoo.runtime.cpp.layout import Function
@@ -95,7 +95,9 @@ def hybrid_step_cpp(x: StepInputs) -> StepResult:
     dtype, wide, name = v.dtype, WIDE[k.dtype], branch.feature_map
     fq, fk = branch.q, branch.k
     if branch.map_weights is not None:
-        name, (fq, fk) = "identity", branch.features()
+        options = (name, branch.feature_scale, branch.map_weights)
+        fq, fk = map_features(q, *options, of_keys=False), map_features(k, *options, of_keys=True)
+        name = "identity"
     q, v, fq, fk = rows_in(wide, q, v, fq, fk)
     read = [q, *rows_in(k.dtype, k), v, fq, fk]
     old = with_contiguous_states(*state)

@@ -108,8 +108,7 @@ class CallArguments:
         decays = k.new_empty(*k.shape[:3], 0)
         if log_decay is not None:
             decays = log_decay_per_token(log_decay, k)
-        q, k, v = with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v)
-        decays = with_contiguous_rows(decays)
+        q, k, v, decays = with_contiguous_rows(q, k, v, decays)
         batch, heads, tokens, size = k.shape
         (kv, z), (starts, lengths, longest) = state, sequences
         self.has_sequences, self.covers_all = starts is not None, True
@@ -124,7 +123,7 @@ class CallArguments:
             *(torch.get_num_threads(), batch, heads, q.shape[1] // heads, tokens, longest),
             *(count_features(k, feature_map, weights[1]), v.shape[3], size, normalize),
             *(min(chunk_size, KERNEL_CHUNK), decays.shape[3]),
-            *(scale, eps, rows_of(q), rows_of(k), rows_of(v), rows_of(decays)),
+            *(scale, eps, *rows_of(q, k, v, decays)),
         )
         if starts is not None and lengths is not None:
             self.task.starts, self.task.lengths = pointer_to(starts), pointer_to(lengths)
@@ -142,7 +141,8 @@ class CallArguments:
             field.kind, field.scale = kind, feature_scale
             field.size = size if weight is None else weight.shape[1]
             if weight is not None:
-                field.weight, field.bias = pointer_to(weight), pointer_to(bias)
+                field.weight = weight.data_ptr()
+                field.bias = None if bias is None else bias.data_ptr()
 
     def run(self, direction: str, dtype: torch.dtype, *structs: ctypes.Structure) -> None:
         """Call the kernel of one direction, whose sums have this dtype.

@@ -18,15 +18,8 @@ from torch import Tensor
 from attnzoo.contract.context_parallel import SequenceShard
 from attnzoo.contract.sequences import NO_BOUNDS, Sequences, bounds_of
 from attnzoo.contract.states import LinearState
-from attnzoo.ops.linear.common import (
-    SCALED,
-    LinearInputs,
-    MapWeights,
-    Result,
-    map_inputs,
-    matrices,
-    state_dtype,
-)
+from attnzoo.ops.features.functional import SCALED, MapWeights
+from attnzoo.ops.linear.common import LinearInputs, Result, map_inputs, matrices, state_dtype
 from attnzoo.ops.linear.context_parallel import state_from_earlier_ranks
 from attnzoo.ops.linear.cpu.call import (
     BUNDLE,
@@ -124,7 +117,7 @@ def weighted_sums(
 def _run(x: LinearInputs, *, totals: bool) -> tuple[Tensor, Tensor, LinearState | None]:
     weights: tuple[Tensor | None, ...] = (None,) * 4
     if x.map_weights is not None:
-        weights = matrices(x.feature_map, x.map_weights, x.state_dtype)
+        weights = matrices(x.feature_map, x.map_weights, state_dtype(x.q, x.k, x.v))
     state = (None, None) if x.state is None else x.state
     tensors = (x.q, x.k, x.v, x.log_decay, *state, *weights)
     check_reverse_mode("linear_attention", *tensors)
@@ -203,12 +196,14 @@ def _forward(
     x = CallArguments(q, k, v, log_decay, (kv, z), weights, sequences, options)
     dtype = state_dtype(q, k, v)
     out, sums = _new_outputs(q, v, dtype, totals or (normalize and keep))
-    _clear_outside(x, out, sums)
+    if not x.covers_all:
+        _clear_outside(x, out, sums)
     features = x.task.key_size if return_state else None
     last_kv, last_z = _new_state(k, v, x.task.batch, features, dtype)
     kept = empty_huge_pages(v, _kept_shape(k, v, x.task.key_size, keep), dtype)
-    x.task.out, x.task.kept, x.task.sums = rows_of(out), pointer_to(kept), pointer_to(sums)
-    x.task.last_kv, x.task.last_z = pointer_to(last_kv), pointer_to(last_z)
+    x.task.out, x.task.kept, x.task.sums = *rows_of(out), pointer_to(kept), pointer_to(sums)
+    if return_state:
+        x.task.last_kv, x.task.last_z = last_kv.data_ptr(), last_z.data_ptr()
     x.run("forward", dtype)
     return out, last_kv, last_z, sums, kept
 
@@ -228,11 +223,11 @@ def _backward(
     normalize = options[1]
     x.task.kept = pointer_to(kept)
     if normalize:
-        x.task.out, x.task.sums = rows_of(out), pointer_to(inverse)
+        x.task.out, x.task.sums = *rows_of(out), pointer_to(inverse)
     trained = tuple(w if need else None for w, need in zip(weights, needed[6:10], strict=True))
     d_weights = _new_weight_gradients(x, kept, trained)
     zeros = v.new_zeros(v.shape[3]).expand(*q.shape[:3], v.shape[3])
-    d_out = with_contiguous_rows(zeros if d_out is None else d_out)
+    (d_out,) = with_contiguous_rows(zeros if d_out is None else d_out)
     d_last_kv, d_last_z, d_totals = (
         None if d is None else d.contiguous() for d in (d_last_kv, d_last_z, d_totals)
     )
@@ -242,7 +237,7 @@ def _backward(
     )
     d_log = _new_decay_gradient(k, log_decay if needed[3] else None, kept.dtype)
     _clear_outside(x, dq, dk, dv, d_log)
-    gradients = Gradients(rows_of(d_out), *map(_rows, (dq, dk, dv, d_log)))
+    gradients = Gradients(*rows_of(d_out), *map(_rows, (dq, dk, dv, d_log)))
     gradients.d_totals = pointer_to(d_totals)
     gradients.d_last_kv, gradients.d_last_z = pointer_to(d_last_kv), pointer_to(d_last_z)
     features = x.task.key_size if needed[4] or needed[5] else None
@@ -296,7 +291,7 @@ def _new_decay_gradient(k: Tensor, log_decay: Tensor | None, dtype: torch.dtype)
 
 def _rows(x: Tensor) -> Rows:
     """Return the rows of a tensor, or of none if it has no elements."""
-    return rows_of(x) if x.numel() else Rows()
+    return rows_of(x)[0] if x.numel() else Rows()
 
 
 def _sum_decay_gradient(d_log: Tensor, log_decay: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from attnzoo.contract.states import LinearState, refuse_slots
-from attnzoo.ops.features.functional import FIXED
-from attnzoo.ops.linear.common import SCALED, LinearInputs, Result, StepGate, map_inputs
+from attnzoo.ops.features.functional import FIXED, SCALED
+from attnzoo.ops.linear.common import LinearInputs, Result, StepGate, map_inputs
 from attnzoo.ops.linear.cpu.call import MAP_NAMES, map_numbers
 from attnzoo.runtime import cpp
 from attnzoo.runtime.autocast import autocast_disabled
@@ -85,12 +85,7 @@ def run_step_cpp(x: LinearInputs, gate: StepGate = NO_GATE) -> Result:
     if x.feature_map not in FIXED:
         with autocast_disabled(x.q.device):
             x = map_inputs(x)
-    q, k, v, log_decay = (
-        with_contiguous_rows(x.q),
-        with_contiguous_rows(x.k),
-        with_contiguous_rows(x.v),
-        x.log_decay,
-    )
+    (q, k, v), log_decay = with_contiguous_rows(x.q, x.k, x.v), x.log_decay
     assert x.state is not None
     kv, z = with_contiguous_states(*x.state)
     slots = None if x.slots is None else x.slots.to(torch.int64).contiguous()
@@ -103,7 +98,7 @@ def run_step_cpp(x: LinearInputs, gate: StepGate = NO_GATE) -> Result:
     decays, decay_type, decay_steps = 0, 0, (0, 0)
     if log_decay is not None:
         decays = size if log_decay.dim() == 4 else 1
-        log_decay = with_contiguous_rows(log_decay) if decays > 1 else log_decay
+        log_decay = with_contiguous_rows(log_decay)[0] if decays > 1 else log_decay
         decay_type, steps = DTYPE_NUMBERS[log_decay.dtype], log_decay.stride()
         decay_steps = (0, steps[0]) if len(steps) == 1 else (steps[0], steps[1])
     out = v.new_empty(len(v), q.shape[1], 1, columns)

@@ -67,11 +67,6 @@ BAND = cpp.Source(
 )
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _build_reasons() -> tuple[str, ...]:
-    return tuple(filter(None, (cpp.unavailable_reason(BAND),)))
-
-
 class OutsideSums(NamedTuple):
     """Sums over keys outside the band, which share the denominator with the band's weights.
 
@@ -84,6 +79,11 @@ class OutsideSums(NamedTuple):
     totals: Tensor  # s of the same queries, [B, H, R]
     logit: Tensor  # f, [B, H, T]
     relative: bool  # whether l is 0 in this formula, so that weights are relative to the band's
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _build_reasons() -> tuple[str, ...]:
+    return tuple(filter(None, (cpp.unavailable_reason(BAND),)))
 
 
 def band_cpp_reasons() -> list[str]:
@@ -119,7 +119,8 @@ def band_attention_cpp(
     check_reverse_mode("sliding-window attention", q, k, v, sums, totals, logit, instead=INSTEAD)
     batch = q.shape[0]
     masks = [options.key_mask, options.segment_ids, *(options.global_indices or (None, None))]
-    masks = [None if x is None else x.expand(batch, -1).contiguous() for x in masks]
+    for i, x in enumerate(masks):
+        masks[i] = None if x is None else x.expand(batch, -1).contiguous()
     band = [*options.band, offset, int(options.causal), int(relative)]
     with autocast_disabled(q.device):
         tensors = (q, k, v, sums, totals, logit, *masks)
@@ -143,15 +144,15 @@ class _Arguments:
         dtype = torch.promote_types(q.dtype, torch.float32)
         self.dtype, self.sizes = dtype, (q.shape[3], v.shape[3])
         self.widths = q.shape[3] + -q.shape[3] % LANES, v.shape[3] + -v.shape[3] % LANES
-        self.q, self.k, self.v = map(with_contiguous_rows, (q, k, v))
+        self.q, self.k, self.v = with_contiguous_rows(q, k, v)
         key_mask, ids, global_keys, valid = masks
-        ids, global_keys = (
-            x if x is None else x.to(torch.int64).contiguous() for x in (ids, global_keys)
-        )
+        ids = None if ids is None else ids.to(torch.int64).contiguous()
+        if global_keys is not None:
+            global_keys = global_keys.to(torch.int64).contiguous()
         self.masks = ids, key_mask, global_keys, valid
         sums, totals, logit = outside
         if sums is not None and totals is not None and logit is not None:
-            sums = with_contiguous_rows(sums.to(dtype))
+            (sums,) = with_contiguous_rows(sums.to(dtype))
             totals, logit = totals.to(dtype).contiguous(), logit.to(dtype).contiguous()
         self.outside = sums, totals, logit
         batch, heads, keys, _ = self.k.shape
@@ -178,9 +179,7 @@ class _Arguments:
             far_size=v.shape[3],
             pieces=min(-(-threads // (batch * heads)), MAX_PIECES),
             scale=scale,
-            q=rows_of(self.q),
-            k=rows_of(self.k),
-            v=rows_of(self.v),
+            **dict(zip("qkv", rows_of(self.q, self.k, self.v), strict=True)),
         )
         given = {"far": sums, "far_totals": totals, "logit": logit, "ids": ids}
         _set_pointers(
@@ -241,7 +240,11 @@ def _forward(
         (key_mask, segment_ids, global_keys, global_is_valid),
     )
     x = _Arguments(q, k, v, outside, masks, band, scale)
-    x.task.pieces = _forward_pieces(x.task)
+    # Threads take the next piece of a key head as they finish one, so that 3 heads occupy 2 threads
+    # to the end; pieces cost no memory
+    units = x.task.batch * x.task.heads
+    if units % x.task.threads:
+        x.task.pieces = -(-4 * x.task.threads // units)
     batch, heads, length, _ = q.shape
     # stored as [B, T, H, E], so that the layer can join its heads without a copy
     out = empty_huge_pages(x.v, (batch, length, heads, x.widths[1]), x.dtype)
@@ -252,7 +255,8 @@ def _forward(
         _steps(out.transpose(1, 2)),
     )
     x.run("forward")
-    return unpad(out, x.sizes[1]).transpose(1, 2), lse
+    out = out if x.widths[1] == x.sizes[1] else unpad(out, x.sizes[1])
+    return out.transpose(1, 2), lse
 
 
 def _backward(
@@ -298,15 +302,6 @@ def _backward(
         None if logit is None else d_logit.to(logit.dtype),
         *[None] * 4,
     ]
-
-
-def _forward_pieces(task: _Task) -> int:
-    """Return into how many pieces the forward pass cuts a key head; none costs memory.
-
-    Threads take the next piece as they finish one, so that 3 heads occupy 2 threads to the end.
-    """
-    units = task.batch * task.heads
-    return int(task.pieces if units % task.threads == 0 else -(-4 * task.threads // units))
 
 
 def _steps(x: Tensor) -> Any:
