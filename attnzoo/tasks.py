@@ -308,6 +308,7 @@ def train(
         remove_unused_columns=False,
         save_strategy="no",
         logging_steps=max(1, steps // 20),
+        logging_nan_inf_filter=False,  # a NaN is no mean of the other losses
         report_to="none",
         disable_tqdm=True,
     )
@@ -405,7 +406,7 @@ def run_tasks(
                 "steps": steps,
                 "parameters": sum(p.numel() for p in model.parameters()),
                 "accuracy": evaluate(model, task),
-                "loss": loss,
+                "loss": loss if math.isfinite(loss) else None,
                 "seconds": round(time.monotonic() - started, 1),
             }
             row = append(out, row)

@@ -145,15 +145,19 @@ def check(config: CompareConfig, info: ModelInfo) -> tuple[list[AttentionSpec], 
     Raises:
         SpecError: An option is unknown or does not fit the model.
     """
-    for what, value, known in (
-        ("mode", config.mode, MODES),
-        *(("level", v, LEVELS) for v in config.levels),
+    available = ("cpu", "cuda")[: 1 + torch.cuda.is_available()]
+    devices = list(available if config.devices is None else config.devices)
+    for what, values, known in (
+        ("mode", [config.mode], MODES),
+        ("level", config.levels, LEVELS),
+        ("device", devices, ("cpu", "cuda")),
     ):
-        if value not in known:
-            raise SpecError(
-                f"No {what} is called {value!r}.{did_you_mean(value, known)} "
-                f"Available: {', '.join(known)}."
-            )
+        for value in values or [""]:
+            if value not in known:
+                raise SpecError(
+                    f"No {what} is called {value!r}.{did_you_mean(value, known)} "
+                    f"Available: {', '.join(known)}."
+                )
     if config.mode == "decode" and not info.generates:
         reason = "has no head that predicts tokens" if info.causal else "is not causal"
         raise SpecError(
@@ -167,7 +171,6 @@ def check(config: CompareConfig, info: ModelInfo) -> tuple[list[AttentionSpec], 
         )
     if config.dtype is not None and not isinstance(getattr(torch, config.dtype, None), torch.dtype):
         raise SpecError(f"No dtype is called {config.dtype!r}; use for example float32 or bfloat16")
-    devices = list(config.devices or ("cpu", *(["cuda"] if torch.cuda.is_available() else [])))
     if "cuda" in devices and not torch.cuda.is_available():
         raise SpecError("torch finds no CUDA device; use --device cpu")
     specs = list(config.specs or default_specs(None, causal=info.causal))

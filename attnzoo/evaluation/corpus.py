@@ -168,7 +168,7 @@ def read_documents(text: Path | None) -> list[str]:
     Without a file, the held-out files of the standard library are one document.
 
     Raises:
-        SpecError: The file does not exist or cannot be read, or a line has no ``"text"``.
+        SpecError: The file cannot be read, has no text, or a line has no ``"text"``.
     """
     if text is None:
         return [join(held_out_files()).decode("utf-8", errors="replace")]
@@ -184,10 +184,8 @@ def read_documents(text: Path | None) -> list[str]:
             f"The text file {str(text)!r} cannot be read ({error.strerror or error}); give "
             "--data a file in the model's language"
         ) from error
-    if text.suffix.lower() != LINES_OF_JSON:
-        return [string]
-    found = []
-    for number, line in enumerate(string.splitlines(), 1):
+    is_json, found = text.suffix.lower() == LINES_OF_JSON, []
+    for number, line in enumerate(string.splitlines(), 1) if is_json else ():
         try:
             row = json.loads(line) if line.strip() else {"text": ""}
         except (ValueError, RecursionError) as error:
@@ -200,7 +198,7 @@ def read_documents(text: Path | None) -> list[str]:
                 f'Line {number} of {str(text)!r} has no text; write {{"text": "..."}} in each line'
             )
         found.append(row["text"])
-    documents = [x for x in found if x.strip()]
+    documents = [x for x in (found if is_json else [string]) if x.strip()]
     if not documents:
         raise SpecError(f"{str(text)!r} has no text; give a file with text in the model's language")
     return documents

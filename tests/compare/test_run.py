@@ -388,6 +388,9 @@ def test_why_no_quality_is_measured(llama, text):
         ({"levels": ["opp"]}, "Did you mean 'op'"),
         ({"dtype": "float33"}, "float33"),
         ({"devices": ["cuda"]}, "no CUDA"),
+        ({"devices": ["tpu"]}, "No device is called 'tpu'"),
+        ({"devices": []}, "No device is called ''"),
+        ({"levels": []}, "No level is called ''"),
         ({"text": "nowhere.txt"}, "cannot be read"),
     ],
 )

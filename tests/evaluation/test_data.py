@@ -19,6 +19,13 @@ def test_missing_text_is_refused(tmp_path):
         make_eval_batch(embedded_model_path(), tmp_path / "none.txt", rows=1, row_length=8)
 
 
+@pytest.mark.parametrize(("name", "text"), [("a.txt", ""), ("a.txt", " \n"), ("a.jsonl", "\n")])
+def test_a_file_without_text_is_refused(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(SpecError, match="has no text"):
+        make_eval_batch(embedded_model_path(), tmp_path / name, rows=1, row_length=8)
+
+
 def test_rotary_models_have_no_max_positions():
     assert max_positions(embedded_model_path()) is None
 

@@ -172,6 +172,13 @@ def test_runs_are_saved_and_resumed(tmp_path, monkeypatch, few):
     assert over_seeds((0.9, 1.0, 0.95)) == "95 ± 5"
 
 
+def test_a_model_that_diverges_has_no_loss(tmp_path, monkeypatch, few):
+    monkeypatch.setattr("attnzoo.tasks.ADAMW_LR", 1e30)
+    options = {"specs": [AttentionSpec("flash")], "seeds": 1, "steps": 3}
+    (row,) = run_tasks("duplication", tmp_path, **options)
+    assert row["loss"] is None
+
+
 def test_invalid_arguments_are_refused_before_training(tmp_path, monkeypatch):
     monkeypatch.setattr("attnzoo.tasks.train", None)
     out = tmp_path / "out"
