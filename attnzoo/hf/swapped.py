@@ -117,8 +117,7 @@ class SwappedModel(Mixin, Base):  # type: ignore[misc]
             adapter_extras.check_saved_replacement(self, name, peft_model_id, options)
         with unchanged_on_error(self):
             info = super().load_adapter(peft_model_id, adapter_name, *args, **kwargs)
-            unread = [key for key in info.unexpected_keys if f".{NAME}." in key]
-            adapter_extras.refuse_unread_extras(self, unread)
+            adapter_extras.load_extras(self, name, peft_model_id, options, info)
         return info
 
     def enable_adapters(self) -> None:

@@ -21,6 +21,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from attnzoo.contract.backend import AttentionBackend
 from attnzoo.errors import SpecError, UnsupportedError
+from attnzoo.hf import seam
 from attnzoo.hf.adapters.config import check_swap, download_options, record_swap
 from attnzoo.hf.configs import has_field
 from attnzoo.hf.layers import unwrap_model
@@ -159,6 +160,63 @@ def check_hotswap(
         )
 
 
+def load_extras(
+    model: nn.Module, name: str, path: Any, options: Mapping[str, Any], info: Any
+) -> None:
+    """Load the backends of an adapter that older versions of transformers leave out.
+
+    They load no modules of ``modules_to_save``, and report their weights as unexpected.
+
+    Args:
+        model: The model, which has the adapter.
+        name: Name of the adapter.
+        path: Folder or id of the saved adapter, or ``None``.
+        options: The options of the download, and the weights if there is no ``path``.
+        info: What transformers reports, which is changed.
+
+    Raises:
+        SpecError: Weights of backends are those of no module of the model.
+    """
+    if not any(f".{NAME}." in key for key in info.unexpected_keys):
+        return
+    if path is None:
+        weights = options["adapter_state_dict"]
+    else:
+        from peft.utils.save_and_load import load_peft_weights
+
+        weights = load_peft_weights(path, device="cpu", **download_options(options))
+    saved = {key.removeprefix("base_model.model."): x for key, x in weights.items()}
+    for module_name, _, module in _backends(model):
+        if isinstance(module, AttentionBackend) or name not in module.modules_to_save:
+            continue
+        backend = module.modules_to_save[name]
+        prefix, own = _saved_extras(model, module_name, saved)
+        if not own.keys() <= backend.state_dict().keys():
+            continue
+        backend.load_state_dict(own, strict=False)
+        for found in (prefix, f"{module_name}."):
+            info.unexpected_keys -= {found + key for key in own}
+        info.missing_keys -= {f"{module_name}.modules_to_save.{name}.{key}" for key in own}
+    refuse_unread_extras(model, [key for key in info.unexpected_keys if f".{NAME}." in key])
+
+
+def _saved_extras(
+    model: nn.Module, module_name: str, saved: Mapping[str, torch.Tensor]
+) -> tuple[str, dict[str, torch.Tensor]]:
+    """Return what precedes the names of a backend's weights in an adapter, and the weights.
+
+    The adapter of a model with a head names modules with a prefix that those of its base model
+    lack.
+    """
+    base = f"{seam.base_model_name(model)}."
+    for name in (module_name, base + module_name, module_name.removeprefix(base)):
+        prefix = f"{name}."
+        own = {key.removeprefix(prefix): x for key, x in saved.items() if key.startswith(prefix)}
+        if own:
+            break
+    return prefix, own
+
+
 def refuse_unread_extras(model: nn.Module, keys: Collection[str]) -> None:
     """Raise if an adapter and a swapped model name the parameters of backends differently.
 
@@ -173,9 +231,8 @@ def refuse_unread_extras(model: nn.Module, keys: Collection[str]) -> None:
         raise SpecError(
             f"The adapter and this {type(unwrap_model(model)).__name__} do not have the same "
             f"parameters of backends ({min(keys)}, ...): the adapter was trained on a model of "
-            "another class, or transformers is older than 5.24, whose load_adapter leaves them "
-            "out. Load it onto a model of the class that it was trained on (AutoModel, "
-            "AutoModelForCausalLM, ...), by peft.PeftModel.from_pretrained"
+            "another class. Load it onto a model of that class (AutoModel, AutoModelForCausalLM, "
+            "...), or by the model's own load_adapter, which knows the prefix of base models"
         )
 
 

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 import attnzoo
 from attnzoo.errors import SpecError, UnsupportedError
-from attnzoo.hf.swapped import SwappedModel
 
 pytestmark = [
     pytest.mark.usefixtures("any_peft"),
@@ -91,15 +90,45 @@ def test_swap_then_add(name, peft_format, base, ids, tmp_path):
     assert torch.equal(logits(again, ids), logits(model, ids))
 
 
-@pytest.mark.parametrize("load", [SwappedModel.load_adapter, peft.PeftModel.from_pretrained])
-def test_an_adapter_of_another_class_is_refused(load, base, ids, tmp_path):
-    """A head is a prefix more in the names."""
-    model = swap(base().model, "gates")
+@pytest.mark.parametrize(
+    ("trained", "loaded"),
+    [
+        ("AutoModel", "AutoModelForCausalLM"),
+        ("AutoModelForCausalLM", "AutoModel"),
+        ("AutoModelForCausalLM", "AutoModelForSequenceClassification"),
+    ],
+)
+@pytest.mark.parametrize("name", ["hedgehog", "gates"])
+def test_an_adapter_of_another_class(name, trained, loaded, folder, ids, tmp_path):
+    """A head is a prefix more in the names; transformers knows it, and PEFT does not."""
+
+    def states(model):
+        with torch.no_grad():
+            return model.eval()(ids, output_hidden_states=True).hidden_states[-1]
+
+    swap(getattr(hf, trained).from_pretrained(folder), name).save_pretrained(tmp_path / "base")
+    model = getattr(hf, trained).from_pretrained(tmp_path / "base")
     model.add_adapter(lora())
-    model.save_pretrained(tmp_path)
-    again = swap(base(), "gates")
+    for name, x in model.named_parameters():
+        if "attnzoo" in name or "lora" in name:
+            x.data += 0.3 * torch.randn(x.shape, generator=torch.Generator().manual_seed(3))
+    model.save_pretrained(tmp_path / "adapter")
+    expected = states(model)
+    other = getattr(hf, loaded)
+    again = other.from_pretrained(tmp_path / "base")
+    before = states(again)
+    same_names = "AutoModel" not in (trained, loaded)
+    if same_names:
+        assert torch.equal(
+            states(peft.PeftModel.from_pretrained(again, tmp_path / "adapter")), expected
+        )
+        return
     with pytest.raises(SpecError, match="trained on a model of another class"):
-        load(again, tmp_path)
+        peft.PeftModel.from_pretrained(again, tmp_path / "adapter")
+    again = other.from_pretrained(tmp_path / "base")
+    again.load_adapter(str(tmp_path / "adapter"))
+    assert torch.equal(states(again), expected)
+    assert not torch.equal(expected, before)
 
 
 def test_parameters_that_no_module_has_are_refused(base, ids, tmp_path):
