@@ -146,7 +146,15 @@ class RecoveryArguments(TrainingArguments):
             ConfigError: A value is invalid.
         """
         self.report_to = "none" if self.report_to is None else self.report_to
-        refuse_unused(self, UNUSED)
+        unused = dict(UNUSED)
+        if not self.repeat_share:
+            unused["repeats_per_row"] = "it is of the rows that repeat_share selects, which is 0"
+        if self.train == "extras":
+            unused["attention_learning_rate"] = "train='extras' trains none of the model's weights"
+        if self.train != "lora":
+            adapters = ("lora_r", "lora_alpha", "lora_target_modules")
+            unused |= dict.fromkeys(adapters, f"train={self.train!r} has no adapters")
+        refuse_unused(self, unused)
         check_numbers(self)
         own = RecoveryArguments.__annotations__
         for x in fields(self):
@@ -170,16 +178,6 @@ class RecoveryArguments(TrainingArguments):
 
     def _check_pairs(self) -> None:
         """Raise an error for options that do not go together."""
-        if self.repeats_per_row > 1 and not self.repeat_share:
-            raise ConfigError(
-                f"repeats_per_row={self.repeats_per_row} applies to the rows that repeat_share "
-                "selects, but repeat_share is 0; set both, or neither"
-            )
-        if self.attention_learning_rate is not None and self.train == "extras":
-            raise ConfigError(
-                "attention_learning_rate is that of the model's own weights in attention layers, "
-                "but train='extras' trains none of them; leave it out, or train 'lora' or 'full'"
-            )
         if self.max_length % self.cp_size:
             raise ConfigError(
                 f"A row of {self.max_length} tokens is not divisible by cp_size={self.cp_size} "

@@ -134,8 +134,8 @@ def test_resumed_run_equals_uninterrupted_run(
             recover(saved, spec, [text], arguments(out, **options))
     with pytest.raises(RunError, match="holds a run; go on with --resume-from-checkpoint True"):
         recover(saved, spec, [text], arguments(out, **options))
-    with pytest.raises(RunError, match=r"config.lora_r is 16, not 3"):
-        recover(saved, spec, [text], arguments(out, **options, **resume, lora_r=3))
+    with pytest.raises(RunError, match=r"config.hidden_states is 0.0, not 0.5"):
+        recover(saved, spec, [text], arguments(out, **options, **resume, hidden_states=0.5))
     results = recover(saved, spec, [text], arguments(out, **options, **resume))
     folder, expected = uninterrupted(target)
     assert results["losses"] == expected["losses"]
@@ -286,7 +286,8 @@ def test_invalid_arguments_are_refused(saved, text, spec, tmp_path):
         ({"transfer_target": "outputs"}, r"transfer_target .*Did you mean 'output'"),
         ({"train": "all"}, "train must be one of extras, lora, full, got 'all'"),
         ({"max_tokens": "many"}, "number of tokens such as 300M"),
-        ({"attention_learning_rate": 1e-3, "train": "extras"}, "trains none of them"),
+        ({"attention_learning_rate": 1e-3, "train": "extras"}, "trains none of the model"),
+        ({"lora_target_modules": ["q_proj"], "train": "full"}, "'full' has no adapters"),
         ({"label_smoothing_factor": 0.1}, "has no label smoothing"),
         ({"push_to_hub": True}, "run `hf upload ORG/NAME FOLDER`"),
         ({"max_length": 33, "cp_size": 2}, "make max_length a multiple"),
