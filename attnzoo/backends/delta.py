@@ -11,10 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnzoo.backends.feature_maps.base import get_feature_map
-from attnzoo.backends.feature_maps.config import FeatureMapConfig
-from attnzoo.backends.gates.base import GATES, Gate, GateModule, get_gate
-from attnzoo.backends.gates.projections import init_identity
+from attnzoo.backends.feature_maps.base import FeatureMapConfig, get_feature_map
+from attnzoo.backends.gates.base import GATES, Gate, GateModule, get_gate, init_identity
 from attnzoo.backends.parts.convolution import ShortConvolution
 from attnzoo.backends.parts.recurrent import RecurrentBackend, RecurrentConfig, check_features
 from attnzoo.contract.backend import register

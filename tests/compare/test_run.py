@@ -16,7 +16,6 @@ from transformers import (
 
 import attnzoo
 from attnzoo.backends.feature_maps import base as feature_maps
-from attnzoo.backends.feature_maps import config as feature_map_config
 from attnzoo.commands.compare import parse_lengths
 from attnzoo.compare import run as run_module
 from attnzoo.compare.report import group_curves, qualities, quality_table, unable, write_report
@@ -76,7 +75,7 @@ def own_map(tmp_path, monkeypatch):
     """The name of a custom feature map, in a module that can be imported."""
     (tmp_path / "compared_maps.py").write_text("def square(x):\n    return x * x\n")
     monkeypatch.syspath_prepend(tmp_path)
-    known = dict(feature_map_config.FEATURE_MAPS)  # with our own registered
+    known = dict(feature_maps.FEATURE_MAPS)  # with our own registered
     monkeypatch.setattr(feature_maps, "FEATURE_MAPS", known)
     return "compared_maps:square"
 

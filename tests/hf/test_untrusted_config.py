@@ -12,7 +12,6 @@ import trl
 
 import attnzoo
 from attnzoo.backends.feature_maps import base as feature_maps
-from attnzoo.backends.feature_maps import config as feature_map_config
 from attnzoo.errors import AttnzooError, ConfigError, SpecError
 from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.hf.saving.files import empty_model, swap_files
@@ -37,7 +36,7 @@ print(model(torch.arange(9)[None]).logits.sum().item())
 @pytest.fixture
 def sentinel(monkeypatch, tmp_path):
     """A module on the path that nothing has imported; the maps are restored after the test."""
-    known = dict(feature_map_config.FEATURE_MAPS)  # with our own registered
+    known = dict(feature_maps.FEATURE_MAPS)  # with our own registered
     monkeypatch.setattr(feature_maps, "FEATURE_MAPS", known)
     (tmp_path / "sentinel.py").write_text("def square(x):\n    return x * x\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -22,8 +23,34 @@ from attnzoo.ops.features.functional import (
 from attnzoo.ops.features.random_features import random_projection
 
 
+class LearnedMap(FeatureMap):
+    """Base class of maps whose queries and keys have weights of their own.
+
+    Attributes:
+        compute: Maps queries or keys, given weights; the scale is learned.
+        per_entry: Features per entry of a head.
+    """
+
+    learned = True
+    compute: ClassVar[Callable[..., Tensor]]
+    per_entry: ClassVar[int] = 1
+
+    @property
+    def size(self) -> int:
+        """F."""
+        return self.per_entry * self.geometry.head_dim
+
+    def queries(self, q: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
+        """Map queries; their weights come first in each pair of ``fused_weights``."""
+        return type(self).compute(q, *(getattr(self, name) for name in self.fused_weights[::2]))
+
+    def keys(self, k: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
+        """Map keys."""
+        return type(self).compute(k, *(getattr(self, name) for name in self.fused_weights[1::2]))
+
+
 @register_feature_map("hedgehog")
-class HedgehogMap(FeatureMap):
+class HedgehogMap(LearnedMap):
     r"""Hedgehog (arXiv:2402.04347): :math:`\mathrm{softmax}(Wx)` and :math:`\mathrm{softmax}(-Wx)`.
 
     2 D features, not negative; learned, W = I + R per head, with separate weights for queries and
@@ -32,8 +59,9 @@ class HedgehogMap(FeatureMap):
     and the next number.
     """
 
-    learned = True
     fused = "hedgehog"
+    compute = staticmethod(hedgehog)
+    per_entry = 2
     fused_weights: ClassVar[tuple[str, ...]] = ("query_residual", "key_residual")
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
@@ -48,19 +76,6 @@ class HedgehogMap(FeatureMap):
         for weight in self.parameters():
             nn.init.zeros_(weight)
 
-    @property
-    def size(self) -> int:
-        """F, two features per entry."""
-        return 2 * self.geometry.head_dim
-
-    def queries(self, q: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
-        """Map queries; the scale is learned."""
-        return hedgehog(q, self.query_residual)
-
-    def keys(self, k: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
-        """Map keys; the scale is learned."""
-        return hedgehog(k, self.key_residual)
-
 
 @register_feature_map("learned_linear")
 class LearnedLinearMap(HedgehogMap):
@@ -72,19 +87,8 @@ class LearnedLinearMap(HedgehogMap):
 
     signed = True
     fused = "learned_linear"
-
-    @property
-    def size(self) -> int:
-        """F, one feature per entry."""
-        return self.geometry.head_dim
-
-    def queries(self, q: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
-        """Map queries; the scale is learned."""
-        return learned_linear(q, self.query_residual)
-
-    def keys(self, k: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
-        """Map keys; the scale is learned."""
-        return learned_linear(k, self.key_residual)
+    compute = staticmethod(learned_linear)
+    per_entry = 1
 
 
 @register_feature_map("hedgehog_joint")
@@ -96,6 +100,7 @@ class HedgehogJointMap(HedgehogMap):
     """
 
     fused = "hedgehog_joint"
+    compute = staticmethod(hedgehog_joint)
     fused_weights: ClassVar[tuple[str, ...]] = (
         "query_residual",
         "key_residual",
@@ -109,18 +114,6 @@ class HedgehogJointMap(HedgehogMap):
         self.key_bias = nn.Parameter(torch.empty(geometry.num_key_heads, geometry.head_dim))
         self.reset_parameters()
 
-    def queries(self, q: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
-        """Map queries; the scale is learned."""
-        return self.map_affine(q, self.query_residual, self.query_bias)
-
-    def keys(self, k: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
-        """Map keys; the scale is learned."""
-        return self.map_affine(k, self.key_residual, self.key_bias)
-
-    def map_affine(self, x: Tensor, residual: Tensor, bias: Tensor) -> Tensor:
-        """Map queries or keys with the given weights."""
-        return hedgehog_joint(x, residual, bias)
-
 
 @register_feature_map("t2r")
 class T2RMap(HedgehogJointMap):
@@ -131,19 +124,12 @@ class T2RMap(HedgehogJointMap):
     """
 
     fused = "t2r"
-
-    @property
-    def size(self) -> int:
-        """F, one feature per entry."""
-        return self.geometry.head_dim
-
-    def map_affine(self, x: Tensor, residual: Tensor, bias: Tensor) -> Tensor:
-        """Map queries or keys with the given weights."""
-        return learned_relu(x, residual, bias)
+    compute = staticmethod(learned_relu)
+    per_entry = 1
 
 
 @register_feature_map("hedgehog_exp")
-class HedgehogExpMap(FeatureMap):
+class HedgehogExpMap(LearnedMap):
     r"""The exponential form of Hedgehog (arXiv:2402.04347): :math:`\exp(\min(Wx + b, 30))`.
 
     ``num_features`` features, 256 by default, positive; learned, W and b per head. W is initialised
@@ -152,8 +138,8 @@ class HedgehogExpMap(FeatureMap):
     weigh most. See :func:`~attnzoo.ops.features.functional.learned_exp`.
     """
 
-    learned = True
     fused = "hedgehog_exp"
+    compute = staticmethod(learned_exp)
     fused_weights: ClassVar[tuple[str, ...]] = (
         "query_weight",
         "key_weight",
@@ -193,14 +179,6 @@ class HedgehogExpMap(FeatureMap):
         """F."""
         return self.option("num_features")
 
-    def queries(self, q: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
-        """Map queries; the scale is learned."""
-        return learned_exp(q, self.query_weight, self.query_bias)
-
-    def keys(self, k: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
-        """Map keys; the scale is learned."""
-        return learned_exp(k, self.key_weight, self.key_bias)
-
 
 @register_feature_map("squared_relu")
 class SquaredReluMap(HedgehogExpMap):
@@ -211,10 +189,4 @@ class SquaredReluMap(HedgehogExpMap):
     :func:`~attnzoo.ops.features.functional.learned_squared_relu`.
     """
 
-    def queries(self, q: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
-        """Map queries; the scale is learned."""
-        return learned_squared_relu(q, self.query_weight, self.query_bias)
-
-    def keys(self, k: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
-        """Map keys; the scale is learned."""
-        return learned_squared_relu(k, self.key_weight, self.key_bias)
+    compute = staticmethod(learned_squared_relu)

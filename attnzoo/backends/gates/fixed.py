@@ -11,19 +11,7 @@ from attnzoo.backends.gates.base import Gate, register_gate
 def retnet_log_decay(
     heads: int, *, device: torch.device | None = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    r"""Return the fixed decays of RetNet: :math:`\log(1 - 2^{-5-h})` for heads h from 0.
-
-    After 2^(5+h) tokens, 1/e of the state remains.
-    Source: Sun et al., 2023, arXiv:2307.08621.
-
-    Args:
-        heads: Hkv.
-        device: Device of the result.
-        dtype: Dtype of the result.
-
-    Returns:
-        ``[Hkv]``.
-    """
+    """Return the decays of RetNet, ``[Hkv]``; after 2^(5+h) tokens, 1/e of the state remains."""
     head = torch.arange(heads, device=device, dtype=dtype)
     return torch.log1p(-torch.exp2(-5 - head))
 
@@ -43,20 +31,9 @@ class RetNetGate(Gate):
 def alibi_log_decay(
     heads: int, *, device: torch.device | None = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    r"""Return the slopes of ALiBi as decays: :math:`-2^{-8h/H}` for heads h from 1 to H.
+    """Return the slopes of ALiBi as decays, ``[Hkv]``, which they are under the exponential.
 
-    ALiBi subtracts a slope times the distance from a score. Under the exponential, this is a
-    constant decay per token.
-    Source: Press et al., 2022, arXiv:2108.12409. The geometric sequence is used for every number of
-    heads; the paper's code uses another one if it is not a power of two.
-
-    Args:
-        heads: Hkv.
-        device: Device of the result.
-        dtype: Dtype of the result.
-
-    Returns:
-        ``[Hkv]``.
+    The paper's code uses another sequence if the number of heads is not a power of two.
     """
     head = torch.arange(1, heads + 1, device=device, dtype=dtype)
     return -torch.exp2(-8 * head / heads)

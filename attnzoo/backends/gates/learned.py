@@ -12,14 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnzoo.backends.gates.base import Decay, Gate, register_gate
-from attnzoo.backends.gates.projections import (
+from attnzoo.backends.gates.base import (
     GATE_BIAS,
     INITIAL_RATE,
     RANK,
     TEMPERATURE,
+    Decay,
+    Gate,
     init_identity,
     low_rank_projection,
+    register_gate,
 )
 from attnzoo.contract.config import BackendConfig, Geometry
 from attnzoo.ops.features.functional import softplus_of_heads, widen
@@ -29,18 +31,7 @@ DELTA_RATE = 1 / 512
 
 
 def token_log_decay(hidden_states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    r"""Return the decays of gated retention, :math:`\log \sigma(x w + b) / 16`.
-
-    Source: Sun et al., 2024, arXiv:2405.05254.
-
-    Args:
-        hidden_states: x, ``[B, S, M]``.
-        weight: w of each head, ``[Hkv, M]``.
-        bias: b, ``[Hkv]``.
-
-    Returns:
-        ``[B, Hkv, S]``, float32 or wider.
-    """
+    """Return the decays of gated retention, ``[B, Hkv, S]``, with w ``[Hkv, M]``, b ``[Hkv]``."""
     x = widen(hidden_states)
     logits = F.linear(x, weight.to(x.dtype), bias.to(x.dtype))
     return F.logsigmoid(logits).transpose(1, 2) / TEMPERATURE
@@ -99,19 +90,7 @@ class LowRankGate(Gate):
 
 
 def channel_log_decay(hidden_states: Tensor, down: Tensor, up: Tensor, bias: Tensor) -> Tensor:
-    r"""Return the decays of gated linear attention, :math:`\log \sigma(x W_1 W_2 + b) / 16`.
-
-    Source: GLA, Yang et al., 2024, arXiv:2312.06635.
-
-    Args:
-        hidden_states: x, ``[B, S, M]``.
-        down: W1 transposed, ``[R, M]``.
-        up: W2 transposed, one block per head, ``[Hkv * D, R]``.
-        bias: b of each head, ``[Hkv, D]``.
-
-    Returns:
-        ``[B, Hkv, S, D]``, float32 or wider.
-    """
+    """Return the decays of GLA, ``[B, Hkv, S, D]``; see :func:`low_rank_projection`."""
     return F.logsigmoid(low_rank_projection(hidden_states, down, up, bias)) / TEMPERATURE
 
 
@@ -190,21 +169,9 @@ class VectorGate(LowRankGate):
 def mamba2_gate(
     hidden_states: Tensor, weight: Tensor, bias: Tensor, log_rate: Tensor
 ) -> tuple[Tensor, Tensor]:
-    r"""Return the decays :math:`-e^a \Delta` and steps :math:`\Delta` of Mamba-2.
+    r"""Return the decays :math:`-e^a \Delta` and steps :math:`\Delta` of Mamba-2, ``[B, Hkv, S]``.
 
-    The step :math:`\Delta = \mathrm{softplus}(x w + b)` sets both the decay of the state and the
-    weight of the token, whose key is multiplied by it (in the paper the value, which is the same
-    without a normaliser).
-    Source: Mamba-2, Dao and Gu, 2024, arXiv:2405.21060.
-
-    Args:
-        hidden_states: x, ``[B, S, M]``.
-        weight: w of each head, ``[Hkv, M]``.
-        bias: b, ``[Hkv]``.
-        log_rate: a, ``[Hkv]``: the logarithm of the decay rate, per unit of step.
-
-    Returns:
-        Log decay and step, ``[B, Hkv, S]`` each, float32 or wider.
+    In the paper the step multiplies the value, which is the same without a normaliser.
     """
     x = widen(hidden_states)
     logits = F.linear(x, weight.to(x.dtype), bias.to(x.dtype))
@@ -234,22 +201,9 @@ class Mamba2Gate(ScalarGate):
 def hgrn2_gate(
     hidden_states: Tensor, down: Tensor, up: Tensor, bias: Tensor, bound: Tensor
 ) -> tuple[Tensor, Tensor]:
-    r"""Return :math:`\log f` and :math:`1 - f` of HGRN-2's forget gate f.
+    r"""Return :math:`\log f` and :math:`1 - f` of HGRN-2's forget gate f, ``[B, Hkv, S, D]``.
 
-    Computes :math:`f = l + (1 - l) \sigma(x W_1 W_2 + b)` with the lower bound
-    :math:`l = \sigma(c)`; 1 - f is the key.
-    Source: HGRN-2, Qin et al., 2024, arXiv:2404.07904, in which the bound rises from layer to
-    layer.
-
-    Args:
-        hidden_states: x, ``[B, S, M]``.
-        down: W1 transposed, ``[R, M]``.
-        up: W2 transposed, one block per head, ``[Hkv * D, R]``.
-        bias: b of each head, ``[Hkv, D]``.
-        bound: c of each head, ``[Hkv, D]``.
-
-    Returns:
-        Log decay and 1 - f, ``[B, Hkv, S, D]`` each, float32 or wider.
+    In the paper, the bound rises from layer to layer.
     """
     logits = low_rank_projection(hidden_states, down, up, bias)
     one_minus_bound = torch.sigmoid(-bound.to(logits.dtype)).unsqueeze(1)

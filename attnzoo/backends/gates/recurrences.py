@@ -13,14 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnzoo.backends.gates.base import GateModule, register_gate
-from attnzoo.backends.gates.projections import (
+from attnzoo.backends.gates.base import (
     GATE_BIAS,
     INITIAL_RATE,
     RANK,
     TEMPERATURE,
+    GateModule,
     init_identity,
     low_rank_projection,
+    register_gate,
 )
 from attnzoo.contract.config import BackendConfig, Geometry
 from attnzoo.contract.states import AttentionOutput
@@ -63,19 +64,7 @@ MAX_LOG_RATE = 8.0
 
 
 def rwkv6_log_decay(hidden_states: Tensor, down: Tensor, up: Tensor, bias: Tensor) -> Tensor:
-    r"""Return the decays of RWKV-6, :math:`-\exp(\tanh(x W_1) W_2 + b)`.
-
-    Source: RWKV-6, Peng et al., 2024, arXiv:2404.05892.
-
-    Args:
-        hidden_states: x, ``[B, S, M]``.
-        down: W1 transposed, ``[R, M]``.
-        up: W2 transposed, one block per head, ``[Hkv * D, R]``.
-        bias: b of each head, ``[Hkv, D]``.
-
-    Returns:
-        ``[B, Hkv, S, D]``, float32 or wider.
-    """
+    """Return the decays of RWKV-6, ``[B, Hkv, S, D]``; see :func:`low_rank_projection`."""
     logits = low_rank_projection(hidden_states, down, up, bias, activation=torch.tanh)
     return -logits.clamp(max=MAX_LOG_RATE).exp()
 

@@ -11,8 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from attnzoo.backends.feature_maps.base import FeatureMap, get_feature_map
-from attnzoo.backends.feature_maps.config import FeatureMapConfig
+from attnzoo.backends.feature_maps.base import FeatureMap, FeatureMapConfig, get_feature_map
 from attnzoo.backends.parts.positions import count_tokens, with_count, without_count
 from attnzoo.contract import states
 from attnzoo.contract.backend import AttentionBackend

@@ -255,38 +255,24 @@ class _Arguments:
 
 
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor | None,
-    state: Tensor | None,
-    starts: Tensor | None,
-    lengths: Tensor | None,
-    longest: int,
-    scale: float,
-    chunk_size: int,
-    return_state: bool,
-    keep: bool,
+    q: Tensor,  # [B, H, T, D]
+    k: Tensor,  # [B, Hkv, T, D]
+    v: Tensor,  # [B, Hkv, T, E]
+    beta: Tensor,  # write strengths, [B, Hkv, T]
+    log_decay: Tensor | None,  # [Hkv], [B, Hkv, T] or [B, Hkv, T, D]
+    state: Tensor | None,  # before the first token, [S, Hkv, D, E]; None: zeros
+    starts: Tensor | None,  # first tokens of sequences of one row, [S]; None: rows are sequences
+    lengths: Tensor | None,  # [S]
+    longest: int,  # no sequence of the one row is longer
+    scale: float,  # multiplies q
+    chunk_size: int,  # C, at most CPP_CHUNK
+    return_state: bool,  # whether to return the state after the last token
+    keep: bool,  # whether to keep states for the backward pass
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output, the state after the last token, and the states kept for the backward pass.
 
-    Args:
-        q: Queries, ``[B, H, T, D]``.
-        k: Keys, ``[B, Hkv, T, D]``.
-        v: Values, ``[B, Hkv, T, E]``.
-        beta: Write strengths, ``[B, Hkv, T]``.
-        log_decay: ``[Hkv]``, ``[B, Hkv, T]`` or ``[B, Hkv, T, D]``.
-        state: The state before the first token, ``[S, Hkv, D, E]``; ``None`` means zeros.
-        starts: First token of each sequence of one row, ``[S]``; ``None``: rows are sequences.
-        lengths: Tokens of each, ``[S]``.
-        longest: No sequence of the one row is longer.
-        scale: Multiplies q.
-        chunk_size: C, in tokens; at most :data:`CPP_CHUNK`.
-        return_state: Whether to return the state; otherwise it has no elements.
-        keep: Whether to keep the states before every :data:`SPAN` th token of a sequence but its
-            first, ``[B, (T - 1) / SPAN, Hkv, D, E]`` with D and E padded; otherwise without
-            elements.
+    Those are the states before every :data:`SPAN` th token of a sequence but its first, ``[B, (T -
+    1) / SPAN, Hkv, D, E]`` with D and E padded. What is not returned has no elements.
     """
     panel = _panel(k, v, torch.get_num_threads(), lengths)
     bounds = starts, lengths, longest

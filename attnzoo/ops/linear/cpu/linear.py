@@ -134,62 +134,36 @@ def _run(x: LinearInputs, *, totals: bool) -> tuple[Tensor, Tensor, LinearState 
 
 
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    kv: Tensor | None,
-    z: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    q_bias: Tensor | None,
-    k_bias: Tensor | None,
-    starts: Tensor | None,
-    lengths: Tensor | None,
-    longest: int,
-    scale: float,
-    normalize: bool,
-    eps: float,
-    chunk_size: int,
-    feature_map: str,
-    feature_scale: float,
-    totals: bool,
-    keep: bool,
-    return_state: bool,
+    q: Tensor,  # [B, H, T, D]
+    k: Tensor,  # [B, Hkv, T, D]
+    v: Tensor,  # [B, Hkv, T, E]
+    log_decay: Tensor | None,  # [Hkv], [B, Hkv, T] or [B, Hkv, T, F]
+    kv: Tensor | None,  # before the first token, [S, Hkv, F, E]; None: zeros
+    z: Tensor | None,  # its sum of keys, [S, Hkv, F]
+    q_weight: Tensor | None,  # of a learned feature map, [H, N, D]
+    k_weight: Tensor | None,  # [Hkv, N, D]
+    q_bias: Tensor | None,  # [H, N]
+    k_bias: Tensor | None,  # [Hkv, N]
+    starts: Tensor | None,  # first tokens of sequences of one row, [S]; None: rows are sequences
+    lengths: Tensor | None,  # [S]; outputs outside of them are 0
+    longest: int,  # no sequence of the one row is longer
+    scale: float,  # multiplies q
+    normalize: bool,  # whether to divide by the sum of weights
+    eps: float,  # added to it
+    chunk_size: int,  # C; chunks have at most KERNEL_CHUNK tokens
+    feature_map: str,  # of FIXED or LEARNED
+    feature_scale: float,  # factor of exponents
+    totals: bool,  # whether to return the sums of weights
+    keep: bool,  # whether to keep the states for the backward pass
+    return_state: bool,  # whether to return the last state
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the output, both sums of the last state, the sums of weights, and the states kept.
 
     With ``totals``, outputs are not divided by the sums of weights, ``[B, H, T]``, which are
     returned. With ``normalize`` and ``keep``, the reciprocals of these sums are returned for the
-    backward pass, which reads outputs too. In both cases outputs have the dtype of the state.
-    Otherwise the sums of weights have no elements.
-
-    Args:
-        q: Queries, ``[B, H, T, D]``.
-        k: Keys, ``[B, Hkv, T, D]``.
-        v: Values, ``[B, Hkv, T, E]``.
-        log_decay: ``[Hkv]``, ``[B, Hkv, T]`` or ``[B, Hkv, T, F]``.
-        kv: The state before the first token, ``[S, Hkv, F, E]``; ``None``: zeros.
-        z: Its sum of keys, ``[S, Hkv, F]``.
-        q_weight: The matrix of a learned feature map of queries, ``[H, N, D]``.
-        k_weight: The same of keys, ``[Hkv, N, D]``.
-        q_bias: ``[H, N]``.
-        k_bias: ``[Hkv, N]``.
-        starts: The first token of each sequence of the one row, ``[S]``; ``None``: each row is a
-            sequence.
-        lengths: The tokens of each, ``[S]``; outputs of tokens outside of sequences are 0.
-        longest: No sequence of the one row is longer.
-        scale: Multiplies q.
-        normalize: Whether to divide by the sum of weights.
-        eps: Added to that sum.
-        chunk_size: C, in tokens; chunks have at most :data:`KERNEL_CHUNK`.
-        feature_map: A map of ``FIXED`` or ``LEARNED``.
-        feature_scale: Factor of exponents.
-        totals: Whether to return the sums of weights.
-        keep: Whether to keep the states before every :data:`SPAN` th token of a sequence, but the
-            first, for the backward pass, ``[B, Hkv, (T - 1) / SPAN, F (E + 1)]``; otherwise without
-            elements.
-        return_state: Whether to return the last state, which otherwise has no elements.
+    backward pass, which reads outputs too. In both cases outputs have the dtype of the state. The
+    states kept are those before every :data:`SPAN` th token of a sequence but its first, ``[B, Hkv,
+    (T - 1) / SPAN, F (E + 1)]``. What is not returned has no elements.
     """
     weights, sequences = (q_weight, k_weight, q_bias, k_bias), (starts, lengths, longest)
     options = (scale, normalize, eps, chunk_size, feature_map, feature_scale)

@@ -205,35 +205,23 @@ class _Arguments:
 
 
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sums: Tensor | None,
-    totals: Tensor | None,
-    logit: Tensor | None,
-    key_mask: Tensor | None,
-    segment_ids: Tensor | None,
-    global_keys: Tensor | None,
-    global_is_valid: Tensor | None,
+    q: Tensor,  # [B, H, T, D]
+    k: Tensor,  # [B, Hkv, S, D]
+    v: Tensor,  # [B, Hkv, S, E]
+    sums: Tensor | None,  # as in OutsideSums, like the next two
+    totals: Tensor | None,  # [B, H, R]
+    logit: Tensor | None,  # [B, H, T]
+    key_mask: Tensor | None,  # keys that the band may see, [B, S] bool
+    segment_ids: Tensor | None,  # [B, S]
+    global_keys: Tensor | None,  # increasing positions, [B, G]
+    global_is_valid: Tensor | None,  # [B, G] bool
     band: list[int],
-    scale: float,
+    scale: float,  # multiplies the products
 ) -> tuple[Tensor, Tensor]:
     """Return the output ``[B, H, T, E]`` and the log-sum-exp ``[B, H, T]``.
 
-    Args:
-        q: Queries, ``[B, H, T, D]``.
-        k: Keys, ``[B, Hkv, S, D]``.
-        v: Values, ``[B, Hkv, S, E]``.
-        sums: As in :class:`OutsideSums`, and so are the next two.
-        totals: ``[B, H, R]``.
-        logit: ``[B, H, T]``.
-        key_mask: Keys that the band may see, ``[B, S]`` bool.
-        segment_ids: ``[B, S]``.
-        global_keys: Positions in increasing order, ``[B, G]``.
-        global_is_valid: ``[B, G]`` bool.
-        band: Keys before, keys after, dilation, position of query 0, whether later global keys are
-            masked, and whether the logit is relative to the band's weights.
-        scale: Multiplies the products.
+    ``band`` has the keys before and after, the dilation, the position of query 0, whether later
+    global keys are masked, and whether the logit is relative to the band's weights.
     """
     outside, masks = (
         (sums, totals, logit),
