@@ -7,12 +7,13 @@ when the call begins.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
 
 from attnzoo.contract.padding import gather_tokens
 from attnzoo.ops.linformer.common import BlockState, LinformerCall
@@ -22,7 +23,7 @@ from attnzoo.ops.linformer.rows import (
     pool_matrix,
     row_counts,
 )
-from attnzoo.runtime.derivatives import check_not_mapped, check_reverse_mode, first_derivative_only
+from attnzoo.runtime.derivatives import is_transformed
 
 
 class _Layout(NamedTuple):
@@ -163,80 +164,46 @@ def _attend_dense(q: Tensor, layout: _Layout, keys: _Keys, options: dict[str, An
 
 
 def _attend_blockwise(q: Tensor, keys: _Keys, options: dict[str, Any]) -> Tensor:
-    """Attend block after block, without masked rows: for long sequences."""
+    """Attend block after block, without masked rows: for long sequences.
+
+    The backward pass recomputes each block: autograd would save the rows that each attends to,
+    which grow with the square of T.
+    """
+    past, rows, size = keys.sizes
+    attend = partial(_attend_block, bias=keys.bias, options=options)
     tensors = q, keys.k, keys.v, keys.row_k, keys.row_v
-    if not (options["dropout"] or torch.compiler.is_compiling()):
-        check_reverse_mode("linformer_block_attention", *tensors)
-        check_not_mapped("linformer_block_attention", *tensors)
-        out: Tensor = _BlockwiseAttention.apply(*tensors, keys.bias, keys.sizes, options)  # type: ignore[no-untyped-call]
-        return out
-    blocks = range(q.shape[2] // keys.sizes.block)
-    outs = [_attend_block(_slice_block(i, tensors, keys.sizes), keys.bias, options) for i in blocks]
+    keep_graph = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if keep_graph and not (is_transformed() or torch.compiler.is_compiling()):
+        attend = partial(
+            checkpoint, attend, use_reentrant=False, preserve_rng_state=options["dropout"] > 0
+        )
+    wide = torch.promote_types(q.dtype, torch.float32)  # gradients of rows sum over later blocks
+    row_k, row_v = keys.row_k.to(wide), keys.row_v.to(wide)
+    outs = []
+    for i, own in enumerate(zip(*(x.split(size, 2) for x in tensors[:3]), strict=True)):
+        before = (past + i) * rows
+        outs.append(attend(*own, row_k[:, :, :before], row_v[:, :, :before]))
     return torch.cat(outs, 2)
 
 
-def _slice_block(i: int, tensors: Sequence[Tensor], sizes: _Sizes) -> list[Tensor]:
-    """Return the queries, keys and values of block ``i``, and the rows of the blocks before it."""
-    now = slice(i * sizes.block, (i + 1) * sizes.block)
-    before = slice((sizes.past + i) * sizes.rows)
-    return [x[:, :, now if n < 3 else before] for n, x in enumerate(tensors)]
-
-
-def _attend_block(parts: Sequence[Tensor], bias: Tensor, options: dict[str, Any]) -> Tensor:
-    """Attend with the queries of one block, from :func:`_slice_block`."""
-    q, k, v, row_k, row_v = parts
+def _attend_block(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    row_k: Tensor,
+    row_v: Tensor,
+    bias: Tensor,
+    options: dict[str, Any],
+) -> Tensor:
+    """Attend with the queries of one block to its tokens and the rows before it."""
     size = q.shape[2]
     later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu_(1)
     own = torch.zeros(later.shape, dtype=bias.dtype, device=q.device)
     own.masked_fill_(later, -torch.inf)
     rows = bias[:, None, : row_k.shape[2]].expand(-1, size, -1)
     bias = torch.cat([rows, own.expand(rows.shape[0], -1, -1)], 2)
-    k, v = torch.cat([row_k, k], 2), torch.cat([row_v, v], 2)
+    k, v = torch.cat([row_k.to(k.dtype), k], 2), torch.cat([row_v.to(v.dtype), v], 2)
     return attend_to_rows(q, k, v, bias.unsqueeze(1), **options)
-
-
-class _BlockwiseAttention(torch.autograd.Function):
-    """Blockwise attention that saves only its inputs and recomputes each block in the backward.
-
-    Autograd would save the rows that each block attends to, which grow with the square of T.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        row_k: Tensor,
-        row_v: Tensor,
-        bias: Tensor,
-        sizes: _Sizes,
-        options: dict[str, Any],
-    ) -> Tensor:
-        tensors = q, k, v, row_k, row_v
-        ctx.save_for_backward(*tensors, bias)
-        ctx.sizes, ctx.options = sizes, options
-        out = v.new_empty(*q.shape[:3], v.shape[3])
-        for i in range(q.shape[2] // sizes.block):
-            (out_block,) = _slice_block(i, [out], sizes)
-            out_block.copy_(_attend_block(_slice_block(i, tensors, sizes), bias, options))
-        return out
-
-    @staticmethod
-    @first_derivative_only("linformer_block_attention")
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, bias = ctx.saved_tensors
-        wide = torch.promote_types(grad.dtype, torch.float32)  # rows sum over all later blocks
-        sums = [torch.zeros_like(x, dtype=wide) for x in tensors]
-        for i in range(grad.shape[2] // ctx.sizes.block):
-            leaves = [x.detach().requires_grad_() for x in _slice_block(i, tensors, ctx.sizes)]
-            with torch.enable_grad():
-                out = _attend_block(leaves, bias, ctx.options)
-            (d_out,) = _slice_block(i, [grad], ctx.sizes)
-            gradients = torch.autograd.grad(out, leaves, d_out)
-            for total, part in zip(_slice_block(i, sums, ctx.sizes), gradients, strict=True):
-                total.add_(part)
-        return *(x.to(grad.dtype) for x in sums), None, None, None
 
 
 def _new_state(layout: _Layout, keys: _Keys, filled: Tensor, done: int, length: int) -> BlockState:
