@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from attnzoo.runtime import cpp
-from attnzoo.runtime.cpp.flags import compiler_flags
+from attnzoo.runtime.cpp import compiler_flags
 
 
 @pytest.mark.parametrize(

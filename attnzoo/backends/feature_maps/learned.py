@@ -60,7 +60,7 @@ class HedgehogMap(LearnedMap):
     """
 
     fused = "hedgehog"
-    compute = staticmethod(hedgehog)
+    compute: ClassVar[Callable[..., Tensor]] = staticmethod(hedgehog)
     per_entry = 2
     fused_weights: ClassVar[tuple[str, ...]] = ("query_residual", "key_residual")
 
@@ -139,7 +139,7 @@ class HedgehogExpMap(LearnedMap):
     """
 
     fused = "hedgehog_exp"
-    compute = staticmethod(learned_exp)
+    compute: ClassVar[Callable[..., Tensor]] = staticmethod(learned_exp)
     fused_weights: ClassVar[tuple[str, ...]] = (
         "query_weight",
         "key_weight",

@@ -10,8 +10,7 @@ from torch import Tensor
 from attnzoo.ops.flash.call import FlashCall
 from attnzoo.ops.window.blockwise_cpu import LocalOptions
 from attnzoo.ops.window.cpu.band import band_attention_cpp, band_cpp_reasons
-from attnzoo.ops.window.pattern import Band
-from attnzoo.ops.window.sinks import split_sinks
+from attnzoo.ops.window.pattern import Band, split_sinks
 from attnzoo.runtime.derivatives import is_transformed
 
 FEW_QUERIES = 8  # with a window; the kernel computes 32 queries at a time

@@ -17,7 +17,7 @@ from attnzoo.contract.padding import gather_tokens
 from attnzoo.ops.flash.call import FlashCall
 from attnzoo.ops.softmax.sdpa import KERNELS, fastest_kernel_first, grouped_sdpa, sdpa
 from attnzoo.ops.window.band import MIN_BLOCK, band_blocks, band_mask, unblock
-from attnzoo.ops.window.sinks import split_sinks
+from attnzoo.ops.window.pattern import split_sinks
 
 BLOCK = 1024  # C where many queries follow earlier keys
 

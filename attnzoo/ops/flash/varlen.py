@@ -27,7 +27,7 @@ from attnzoo.ops.flash.varlen_kernel import (
     returns_lse,
     sequences,
 )
-from attnzoo.ops.window.sinks import split_sinks
+from attnzoo.ops.window.pattern import split_sinks
 
 
 def auto_reasons(x: FlashCall) -> list[str]:

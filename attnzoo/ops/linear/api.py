@@ -47,8 +47,7 @@ from attnzoo.ops.linear.context_parallel import state_from_earlier_ranks
 from attnzoo.ops.linear.cpu.linear import cpp_reasons, fuses_map, run_cpp
 from attnzoo.ops.linear.cpu.linear_step import run_step_cpp, step_reasons
 from attnzoo.ops.linear.reference import run_reference
-from attnzoo.ops.linear.step import step
-from attnzoo.ops.linear.torch import run_torch
+from attnzoo.ops.linear.torch import run_torch, step
 from attnzoo.ops.linear.triton.run import run_step_triton, run_triton, triton_reasons
 from attnzoo.ops.linear.triton.verdicts import kernel_verdict
 from attnzoo.ops.linear.validation import (

@@ -7,6 +7,7 @@ when the call begins.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -170,7 +171,7 @@ def _attend_blockwise(q: Tensor, keys: _Keys, options: dict[str, Any]) -> Tensor
     which grow with the square of T.
     """
     past, rows, size = keys.sizes
-    attend = partial(_attend_block, bias=keys.bias, options=options)
+    attend: Callable[..., Tensor] = partial(_attend_block, bias=keys.bias, options=options)
     tensors = q, keys.k, keys.v, keys.row_k, keys.row_v
     keep_graph = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if keep_graph and not (is_transformed() or torch.compiler.is_compiling()):

@@ -34,8 +34,7 @@ from attnzoo.contract.validation import check_sequences, check_size, is_empty_ca
 from attnzoo.ops.window.band import band_softmax
 from attnzoo.ops.window.blockwise_cpu import LocalOptions, blockwise_local_attention
 from attnzoo.ops.window.cpu.band import OutsideSums, band_attention_cpp, band_cpp_reasons
-from attnzoo.ops.window.pattern import Band, GlobalIndices
-from attnzoo.ops.window.sinks import SinkKeys, split_sinks
+from attnzoo.ops.window.pattern import Band, GlobalIndices, SinkKeys, split_sinks
 
 
 class WindowState(NamedTuple):

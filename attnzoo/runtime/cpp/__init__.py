@@ -47,8 +47,26 @@ from attnzoo.runtime.cache_folder import (
     unusable,
 )
 from attnzoo.runtime.cpp import prebuilt
-from attnzoo.runtime.cpp.flags import compiler_flags
 from attnzoo.runtime.cpp.layout import DESCRIBE, Function, declare_functions
+
+
+def compiler_flags(system: str, machine: str) -> tuple[str, ...]:
+    """Return the flags that compile a kernel for this CPU to a shared library, with GCC or Clang.
+
+    Args:
+        system: ``sys.platform``.
+        machine: ``platform.machine()``.
+    """
+    return (*prebuilt.FLAGS, *_cpu_flags(system, machine))
+
+
+def _cpu_flags(system: str, machine: str) -> tuple[str, ...]:
+    if machine not in ("arm64", "aarch64"):
+        return ("-march=native",)
+    # Clang before 16 refuses -march=native on ARM. On a Mac it compiles for the M1 without a flag,
+    # and the kernels use no instructions that later CPUs added.
+    return () if system == "darwin" else ("-mcpu=native",)
+
 
 FLAGS = compiler_flags(sys.platform, platform.machine())
 HEADERS = Path(__file__).parent  # folder of the headers of all kernels
