@@ -310,16 +310,17 @@ def test_dropout_does_not_recompute_blocks():
 
 def test_backward_saves_only_the_inputs():
     """Autograd would save tensors that grow with the square of the length."""
-    kept = []
+    kept = {}  # views share a storage
 
     def keep(x):
-        kept.append(x.numel())
+        storage = x.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes() // x.itemsize
         return x
 
     q, k, v = (x.requires_grad_() for x in qkv(40 * BLOCK, batch=1))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         linformer_block_attention(q, k, v, *rows_of(1, BLOCK, ROWS), scale=SCALE, pooling=True)
-    assert sum(kept) < 6 * (q.numel() + k.numel() + v.numel())
+    assert sum(kept.values()) < 4 * (q.numel() + k.numel() + v.numel())
 
 
 @pytest.mark.parametrize("op", [linformer_attention, linformer_block_attention])
