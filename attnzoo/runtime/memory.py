@@ -163,7 +163,8 @@ def map_token_blocks(function: Callable[[Tensor], Tensor], x: Tensor, *weights: 
         weights: Other tensors that the function reads.
     """
     length = x.shape[2]
-    if length < MIN_BLOCKS or not _may_write_in_place([x, *weights]):
+    # Only 1: any other number would limit the lengths that an exported program takes
+    if length == 1 or not _may_write_in_place([x, *weights]):
         return function(x)
     step = max(BLOCK_BYTES * length // max(x.nbytes, 1), 1)
     if MIN_BLOCKS * step > length:
