@@ -186,10 +186,6 @@ def test_vmap_over_rows_of_several_sequences(name, kind):
 
     with torch.no_grad():
         expected = [torch.stack(x) for x in zip(*map(call, *inputs), strict=True)]
-        if name.startswith("performer"):
-            with pytest.raises(UnsupportedError, match=r"does not support torch\.vmap"):
-                torch.vmap(call)(*inputs)
-            return
         found = torch.vmap(call)(*inputs)
     for x, y in zip(found, expected, strict=True):
         assert_close(x, y)
