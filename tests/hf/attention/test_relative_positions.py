@@ -26,7 +26,6 @@ CASES = {  # family, position_embeddings_type: parameters of the positions
     ("wav2vec2-bert", "relative"): ("linear_pos", "pos_bias"),  # Transformer-XL
     ("wav2vec2-bert", "relative_key"): ("distance_embedding",),  # Shaw
     ("wav2vec2-conformer", "relative"): ("linear_pos", "pos_bias"),
-    ("seamless_m4t", "relative"): ("linear_pos", "pos_bias"),
     ("parakeet_encoder", None): ("relative_k_proj", "bias_u", "bias_v"),
 }
 
@@ -63,18 +62,6 @@ def make_model(redraw):
                 )
                 cls = hf.Wav2Vec2ConformerModel
                 inputs = {"input_values": frames[:, :6].flatten(1)}
-            case "seamless_m4t":
-                config = hf.SeamlessM4TConfig(
-                    hidden_size=32,
-                    speech_encoder_layers=2,
-                    speech_encoder_attention_heads=4,
-                    speech_encoder_intermediate_size=48,
-                    feature_projection_input_dim=16,
-                    position_embeddings_type=kind,
-                    conv_depthwise_kernel_size=3,
-                    add_adapter=False,
-                )
-                cls = hf.models.seamless_m4t.modeling_seamless_m4t.SeamlessM4TSpeechEncoder
             case "parakeet_encoder":
                 config = hf.ParakeetEncoderConfig(
                     **HIDDEN, num_mel_bins=16, subsampling_conv_channels=8, conv_kernel_size=3,
