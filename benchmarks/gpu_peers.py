@@ -112,7 +112,7 @@ def _hybrid(workload: Workload, inputs: Inputs, impl: str) -> Run:
         rows = workload.B, workload.key_heads, workload.window
         sums = torch.rand(*rows[:2], 2 * size, size + 1, device=q.device)
         keys = k.new_zeros(*rows, size)
-        features = branch.features(keys, of_keys=True)
+        features = branch._replace(k=keys).mapped().k
         seen = torch.full((workload.B,), 4096, device=q.device)
         state = HybridState(keys, keys.float(), features, sums, sums[..., -1].clone(), seen)
         options |= {"state": state, "return_state": True, "reuse_state": True}

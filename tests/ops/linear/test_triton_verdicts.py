@@ -351,9 +351,9 @@ def test_a_broken_decoding_step_of_the_hybrid_fails_the_check(monkeypatch):
     run = hybrid_step.launch_hybrid_step
 
     def without_store(*args):
-        seen = args[14].clone()
+        seen = args[13].clone()
         out = run(*args)
-        args[14].copy_(seen)  # so that the next token overwrites the same row
+        args[13].copy_(seen)  # so that the next token overwrites the same row
         return out
 
     monkeypatch.setattr(hybrid_step, "launch_hybrid_step", without_store)

@@ -89,7 +89,8 @@ def run_triton(x: HybridInputs) -> PartsResult:
         before = state.kv[..., :-1].contiguous(), state.z
     elif log_decay is not None and log_decay.dim() > 1:
         log_decay = log_decay[:, :, size:]
-    if (of_sums := lagged(sequences, size, x.q.shape[2])) is not None:
+    if sequences is not None:
+        of_sums = lagged(sequences, size, x.q.shape[2])
         places = of_sums.starts, of_sums.lengths
     out, kv, z, *_ = hybrid_triton(
         *(q, k, v, q_features, _zero_outside_sums(x, k_features), logit, log_decay, *before),
