@@ -88,7 +88,7 @@ def main() -> None:
         app(prog_name="attnzoo")
     except (AttnzooError, OSError, SafetensorError) as error:
         of_weights = isinstance(error, SafetensorError)  # it does not name the file
-        what = "A safetensors file cannot be read (truncated?) or written: " if of_weights else ""
+        what = "A safetensors file is truncated or damaged, or not writable: " if of_weights else ""
         message = Text.assemble(("error:", "bold red"), f" {what}{error}")
         terminal.problems.print(message, highlight=False, soft_wrap=True)
         raise SystemExit(2) from None

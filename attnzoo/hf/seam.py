@@ -31,6 +31,7 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto import modeling_auto
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY as RECORDED_OUTPUTS
 from transformers.utils.output_capturing import _active_collector as active_collector
 
 from attnzoo.contract.masks import AttentionMask
@@ -39,6 +40,7 @@ from attnzoo.hf.configs import read_field
 from attnzoo.hf.names import NAME
 
 __all__ = [  # names of transformers that other modules take from here
+    "RECORDED_OUTPUTS",
     "Cache",
     "PagedAttentionCache",
     "active_collector",

@@ -14,7 +14,6 @@ from contextvars import ContextVar
 from typing import Any
 
 from torch import nn
-from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from attnzoo.contract.backend import AttentionBackend
 from attnzoo.hf import seam
@@ -159,7 +158,7 @@ def update_classes(model: nn.Module) -> None:
         swapped = any(NAME in x._modules for x in part.modules()) or has_field(part.config, PRUNED)
         cls = subclass(SwappedModel, type(part)) if swapped else stock_class(type(part))
         if cls is not type(part):
-            dict.setdefault(_CAN_RECORD_REGISTRY, str(cls), part._can_record_outputs)
+            dict.setdefault(seam.RECORDED_OUTPUTS, str(cls), part._can_record_outputs)
             part.__class__ = cls
             if swapped:
                 part.add_model_tags(NAME)

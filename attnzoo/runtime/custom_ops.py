@@ -21,6 +21,10 @@ def _same_shape(number: int, x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
+def _all_outputs(inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Sequence[Tensor]:
+    return output
+
+
 class _Schema:
     """The arguments of an operator.
 
@@ -54,9 +58,9 @@ def differentiable_op(
     backward: Callable[..., Gradients],
     *,
     fake: Callable[..., tuple[Tensor, ...]],
-    save: Callable[[tuple[Any, ...], tuple[Tensor, ...]], Sequence[Tensor]],
-    num_saved: int,
     op: str,
+    save: Callable[[tuple[Any, ...], tuple[Tensor, ...]], Sequence[Tensor]] = _all_outputs,
+    num_saved: int | None = None,
     instead: str = "impl='reference'",
     fake_gradient: Callable[[int, Tensor], Tensor] = _same_shape,
 ) -> tuple[CustomOpDef, CustomOpDef]:
@@ -71,14 +75,16 @@ def differentiable_op(
         backward: Gets gradients of the outputs, saved outputs and needs as three lists, then the
             inputs, and returns a gradient for each tensor of the inputs; ``None`` where not needed.
         fake: Returns outputs without data.
-        save: Returns the outputs that the backward pass reads, from inputs and outputs.
-        num_saved: Their number.
         op: Name of the public op, for errors.
+        save: Returns the outputs that the backward pass reads, from inputs and outputs. Default:
+            all of them.
+        num_saved: Their number. Default: that of the outputs.
         instead: The implementation that supports higher derivatives.
         fake_gradient: Returns a gradient without data, from the number of a tensor among the
             inputs and that tensor.
     """
     schema = _Schema(forward)
+    num_saved = schema.num_outputs if num_saved is None else num_saved
     forward_op = torch.library.custom_op(name, forward, mutates_args=())
     forward_op.register_fake(fake)
     backward_op = _define_backward(f"{name}_backward", schema, backward, num_saved, fake_gradient)

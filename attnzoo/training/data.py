@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from attnzoo.errors import AttnzooError, SpecError
+from attnzoo.errors import AttnzooError, SpecError, short_repr
 from attnzoo.evaluation.corpus import MIN_REPEAT_LENGTH, add_repeats, load_tokenizer
 from attnzoo.evaluation.embeddings import Texts, special_tokens
 from attnzoo.evaluation.models import max_positions
@@ -221,7 +221,9 @@ def split_documents(
         end = len(text) * 9 // 10
         parts = text[:end], text[end:]
         if not all(x.strip() for x in parts):
-            raise DataError(f"A tenth of the text is held out, which is too short: {text!r}")
+            raise DataError(
+                f"A tenth of the text is held out, which is too short: {short_repr(text)}"
+            )
         first, last = (datasets.Dataset.from_dict({"text": [x]}) for x in parts)
         return first, last
     least = sorted(digests)[max(1, len(digests) // HELD_OUT) - 1]

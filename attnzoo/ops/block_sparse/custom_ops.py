@@ -83,8 +83,6 @@ def sparse_operators(
         _forward(forward),
         _backward(backward),
         fake=_fake_forward,
-        save=lambda inputs, output: output,
-        num_saved=2,
         op="block_sparse_attention",
     )
     return SparseOperators(select_op, forward_op)

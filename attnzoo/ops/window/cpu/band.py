@@ -316,8 +316,6 @@ band_softmax_cpp, band_softmax_cpp_backward = differentiable_op(
     _forward,
     _backward,
     fake=_fake,
-    save=lambda inputs, output: output,
-    num_saved=2,
     op="sliding-window attention",
     instead=INSTEAD,
 )
