@@ -36,7 +36,7 @@ from attnzoo.ops.window.causal_window import (
     causal_window_attention,
     grow_window,
 )
-from attnzoo.runtime.autocast import autocast_disabled
+from attnzoo.runtime.kernel_calls import autocast_disabled
 
 
 @dataclass(frozen=True, kw_only=True)

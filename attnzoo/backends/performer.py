@@ -34,7 +34,7 @@ from attnzoo.ops.features.random_features import (
 from attnzoo.ops.hybrid.api import LinearBranch
 from attnzoo.ops.linear.api import run_linear_attention
 from attnzoo.ops.linear.common import LinearInputs
-from attnzoo.runtime.autocast import autocast_disabled
+from attnzoo.runtime.kernel_calls import autocast_disabled
 from attnzoo.runtime.recomputation import value_of_call
 
 BLOCK_FEATURES = 2**21  # features that are computed at once on a CPU: 8 MiB

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.runtime.derivatives import is_mapped
+from attnzoo.runtime.kernel_calls import is_mapped
 
 Window = tuple[int, int]  # keys before and after the position of the query
 MAX_DISTANCE = 2**62  # of a window's end; no sequence is longer

@@ -27,7 +27,7 @@ from torch import Tensor
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.padding import values_are_known
 from attnzoo.errors import UnsupportedError
-from attnzoo.runtime.derivatives import is_transformed
+from attnzoo.runtime.kernel_calls import is_transformed
 
 SEQUENCES = "sequences must follow one another within the {tokens} tokens of the row"
 PACKED_IN_GRAPH = (

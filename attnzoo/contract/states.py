@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnzoo.contract.padding import values_are_known
 from attnzoo.errors import UnsupportedError
-from attnzoo.runtime.derivatives import is_transformed
+from attnzoo.runtime.kernel_calls import is_transformed
 
 FULL_STATE = 4096  # keys up to which a state has its full size from the first token on
 

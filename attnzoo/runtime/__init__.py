@@ -1,1 +1,1 @@
-"""Below all mechanisms: the C++ loader, memory, autocast, verdicts about kernels."""
+"""Below all mechanisms: the C++ loader, calls of kernels, verdicts about kernels."""

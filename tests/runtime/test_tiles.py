@@ -8,7 +8,7 @@ import torch
 
 from attnzoo.runtime import cpp
 from attnzoo.runtime.cpp.layout import Function, declare_functions
-from attnzoo.runtime.memory import DTYPE_NUMBERS
+from attnzoo.runtime.kernel_calls import DTYPE_NUMBERS
 from tests import processes
 from tools.aarch64 import emulated
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from attnzoo.contract.config import Geometry
 from attnzoo.ops.block_sparse.options import IndexTensors
-from attnzoo.runtime.autocast import autocast_disabled
+from attnzoo.runtime.kernel_calls import autocast_disabled
 
 ROTARY_BASE = 10000.0
 

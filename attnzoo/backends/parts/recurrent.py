@@ -33,7 +33,7 @@ from attnzoo.ops.hybrid.api import run_hybrid_attention
 from attnzoo.ops.hybrid.state import HybridInputs, LinearBranch, with_window
 from attnzoo.ops.linear.api import run_linear_attention
 from attnzoo.ops.linear.common import LinearInputs
-from attnzoo.runtime.autocast import autocast_disabled
+from attnzoo.runtime.kernel_calls import autocast_disabled
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ from attnzoo.hf.unchanged import unchanged_on_error
 from attnzoo.ops.convolution import causal_convolution
 from attnzoo.ops.delta.api import delta_attention
 from attnzoo.ops.linear.api import linear_attention
-from attnzoo.runtime.memory import empty_huge_pages
+from attnzoo.runtime.kernel_calls import empty_huge_pages
 
 M = TypeVar("M", bound=nn.Module)
 

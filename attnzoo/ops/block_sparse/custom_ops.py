@@ -28,9 +28,7 @@ from attnzoo.ops.block_sparse.selection import (
     select_blocks,
 )
 from attnzoo.ops.block_sparse.triton import run as triton
-from attnzoo.runtime.autocast import autocast_disabled
-from attnzoo.runtime.custom_ops import differentiable_op
-from attnzoo.runtime.derivatives import check_reverse_mode
+from attnzoo.runtime.kernel_calls import autocast_disabled, check_reverse_mode, differentiable_op
 
 Select = Callable[[SparseCall], Tensor]
 Forward = Callable[[SparseTensors], tuple[Tensor, Tensor]]

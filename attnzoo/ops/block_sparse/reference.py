@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.ops.block_sparse.options import SelectionOptions, SparseCall, SparseOptions
-from attnzoo.runtime.derivatives import check_not_mapped
+from attnzoo.runtime.kernel_calls import check_not_mapped
 
 
 def reference_attention(call: SparseCall) -> Tensor:

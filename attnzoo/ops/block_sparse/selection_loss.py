@@ -36,7 +36,7 @@ from attnzoo.ops.block_sparse.selection import (
     first_positions,
     index_scores,
 )
-from attnzoo.runtime.autocast import autocast_disabled
+from attnzoo.runtime.kernel_calls import autocast_disabled
 
 MAX_SCORES = 2**24  # of softmax, computed at a time
 

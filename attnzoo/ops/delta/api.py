@@ -60,7 +60,7 @@ from attnzoo.ops.delta.triton.run import (
 )
 from attnzoo.ops.linear.common import state_dtype, widen_shared
 from attnzoo.ops.linear.validation import check_log_decay
-from attnzoo.runtime.autocast import autocast_disabled
+from attnzoo.runtime.kernel_calls import autocast_disabled
 
 
 def delta_attention(

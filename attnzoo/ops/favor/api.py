@@ -27,7 +27,7 @@ from attnzoo.contract.validation import (
 )
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.features.random_features import LOG_ZERO, exponents, scale_projection
-from attnzoo.runtime.derivatives import check_not_mapped, check_reverse_mode, first_derivative_only
+from attnzoo.runtime.kernel_calls import check_not_mapped, check_reverse_mode, first_derivative_only
 
 BLOCK_SIZE = 2**16  # features of a block on a CPU: 256 KiB stay in the cache of a core
 INSTEAD = "impl='reference' of the performer backend"  # for derivatives of derivatives

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.runtime.memory import map_token_blocks
+from attnzoo.runtime.kernel_calls import map_token_blocks
 
 # Added to relu, because a row of zeros has no normaliser and no gradient. The value is that of the
 # ReLU kernel in Performer's code (arXiv:2009.14794).

@@ -11,7 +11,7 @@ from attnzoo.ops.flash.call import FlashCall
 from attnzoo.ops.window.blockwise_cpu import LocalOptions
 from attnzoo.ops.window.cpu.band import band_attention_cpp, band_cpp_reasons
 from attnzoo.ops.window.pattern import Band, split_sinks
-from attnzoo.runtime.derivatives import is_transformed
+from attnzoo.runtime.kernel_calls import is_transformed
 
 FEW_QUERIES = 8  # with a window; the kernel computes 32 queries at a time
 FEW_QUERIES_OF_ALL_KEYS = 63  # without a window

@@ -20,7 +20,7 @@ from attnzoo.ops.flash.varlen_kernel import (
     unpack,
 )
 from attnzoo.ops.window.extra_keys import extra_key_gradients, merge_extra_keys
-from attnzoo.runtime.derivatives import check_reverse_mode, first_derivative_only
+from attnzoo.runtime.kernel_calls import check_reverse_mode, first_derivative_only
 
 OP = "attention to a window and extra keys by impl='varlen'"
 INSTEAD = "another impl"

@@ -38,8 +38,7 @@ from attnzoo.ops.linear.cpu.linear_step import kernel_reasons, run_step_cpp
 from attnzoo.ops.linear.triton.run import triton_reasons
 from attnzoo.ops.linear.triton.verdicts import kernel_verdict
 from attnzoo.ops.linear.validation import check_state
-from attnzoo.runtime.autocast import autocast_disabled
-from attnzoo.runtime.memory import with_contiguous_states
+from attnzoo.runtime.kernel_calls import autocast_disabled, with_contiguous_states
 
 LOWEST_STABILIZER = -87.0  # exp(87) is finite in float32
 

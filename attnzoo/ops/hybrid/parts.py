@@ -26,7 +26,7 @@ from attnzoo.ops.linear.triton.run import divide_sums, round_features
 from attnzoo.ops.linear.triton.run import linear_sums as triton_sums
 from attnzoo.ops.window.causal_window import AttendBand, causal_window, local_softmax
 from attnzoo.ops.window.cpu.band import OutsideSums, band_attention_cpp
-from attnzoo.runtime.memory import cat_huge_pages
+from attnzoo.runtime.kernel_calls import cat_huge_pages
 
 MIN_WEIGHT = 1e-30  # a smaller sum of linear weights, before scaling, counts as 0
 

@@ -18,7 +18,7 @@ from attnzoo.ops.hybrid.parts import combine
 from attnzoo.ops.hybrid.state import HybridState, LinearBranch, StepInputs, StepResult
 from attnzoo.ops.linear.common import log_decay_per_token
 from attnzoo.ops.window.causal_window import dense_softmax
-from attnzoo.runtime.memory import is_plain_call
+from attnzoo.runtime.kernel_calls import is_plain_call
 
 
 def step_reasons(x: StepInputs) -> list[str]:

@@ -54,7 +54,7 @@ from attnzoo.ops.linear.validation import (
     check_log_decay,
     check_state,
 )
-from attnzoo.runtime.autocast import autocast_disabled
+from attnzoo.runtime.kernel_calls import autocast_disabled
 
 
 def linear_attention(

@@ -23,7 +23,7 @@ from attnzoo.ops.features.functional import (
     num_features,
     widen,
 )
-from attnzoo.runtime.autocast import autocast_disabled
+from attnzoo.runtime.kernel_calls import autocast_disabled
 
 CHUNK_SIZE = 64  # tokens per chunk, unless the call sets it
 

@@ -36,8 +36,7 @@ from attnzoo.ops.linear.common import (
     log_decay_per_token,
     map_inputs,
 )
-from attnzoo.runtime.autocast import autocast_disabled
-from attnzoo.runtime.derivatives import is_transformed
+from attnzoo.runtime.kernel_calls import autocast_disabled, is_transformed
 
 LOWEST_LOG_DECAY = -1e4  # its exponential is 0 in every dtype; lower log decays are clamped to it
 LOWEST_NORMAL = {torch.float32: -87.0, torch.float64: -708.0}  # logarithms of normal numbers

@@ -24,7 +24,7 @@ from attnzoo.ops.linformer.rows import (
     pool_matrix,
     row_counts,
 )
-from attnzoo.runtime.derivatives import is_transformed
+from attnzoo.runtime.kernel_calls import is_transformed
 
 
 class _Layout(NamedTuple):

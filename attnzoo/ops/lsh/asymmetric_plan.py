@@ -22,7 +22,7 @@ from attnzoo.ops.lsh.voronoi_hashing import (
     HashRounds,
     RoundBlocks,
 )
-from attnzoo.runtime.memory import LANES
+from attnzoo.runtime.kernel_calls import LANES
 
 WINDOW_SPLIT, FIRST_SPLIT, ROUND_SPLITS = 0, 1, 2  # the last is that of the first hash round
 

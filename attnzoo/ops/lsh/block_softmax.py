@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.runtime.memory import empty_huge_pages
+from attnzoo.runtime.kernel_calls import empty_huge_pages
 
 LOG2_E = 1 / math.log(2)  # exp2 takes 0.2 ns an element, exp 9 for scores far below the maximum
 PENALTY_SCALE = 2.0**100  # multiplies the penalty, so that masked scores lie below all others

@@ -33,10 +33,12 @@ from attnzoo.ops.lsh.work_items import (
     split_work,
     to_rows,
 )
-from attnzoo.runtime.autocast import autocast_disabled
-from attnzoo.runtime.custom_ops import differentiable_op
-from attnzoo.runtime.derivatives import check_reverse_mode
-from attnzoo.runtime.memory import empty_huge_pages
+from attnzoo.runtime.kernel_calls import (
+    autocast_disabled,
+    check_reverse_mode,
+    differentiable_op,
+    empty_huge_pages,
+)
 
 # The tensors of a work item, and its two passes
 TensorsOf = Callable[[WorkItem, LSHInputs], WorkItemTensors]

@@ -17,7 +17,7 @@ from torch import Tensor
 from attnzoo.contract.padding import fill_padding
 from attnzoo.ops.lsh.options import LSHInputs, LSHOptions, seeded_generator
 from attnzoo.ops.softmax.api import softmax_attention
-from attnzoo.runtime.autocast import autocast_disabled
+from attnzoo.runtime.kernel_calls import autocast_disabled
 
 
 def reference_attention(inputs: LSHInputs) -> Tensor:

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.ops.lsh.options import LSHOptions, seeded_generator
-from attnzoo.runtime.memory import LANES
+from attnzoo.runtime.kernel_calls import LANES
 
 BLOCK_QUERIES = 32  # queries of a block; products and sums over keys run well with so many columns
 KEY_TILE = 32  # the keys of a block are a multiple of this

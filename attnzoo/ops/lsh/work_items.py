@@ -16,7 +16,7 @@ from torch import Tensor
 from attnzoo.ops.lsh.block_softmax import HIDDEN, PairBias
 from attnzoo.ops.lsh.options import LSHInputs
 from attnzoo.ops.lsh.voronoi_hashing import Level, split_levels
-from attnzoo.runtime.memory import empty_huge_pages
+from attnzoo.runtime.kernel_calls import empty_huge_pages
 
 MAX_KEY_ELEMENTS = 2**20  # of a work item, per thread
 QUERIES, KEYS = True, False

@@ -20,8 +20,12 @@ from torch import Tensor
 
 from attnzoo.contract.padding import gather_tokens
 from attnzoo.ops.window.pattern import Band, GlobalIndices, gather_bias
-from attnzoo.runtime.derivatives import check_not_mapped, check_reverse_mode, first_derivative_only
-from attnzoo.runtime.memory import empty_huge_pages
+from attnzoo.runtime.kernel_calls import (
+    check_not_mapped,
+    check_reverse_mode,
+    empty_huge_pages,
+    first_derivative_only,
+)
 
 BLOCK = 64  # C: 32 to 64 measured fastest; longer blocks compute more masked scores
 MAX_SCORES = 2**19  # computed at a time: 2 MB of float32, which fit into the L2 cache

@@ -19,7 +19,7 @@
 enum Type : int64_t { FLOAT, DOUBLE, BFLOAT16, HALF };
 
 // A tensor [B, H, T, X] with stride 1 in the last dimension and any other strides; the class Rows of
-// attnzoo/runtime/memory.py.
+// attnzoo/runtime/kernel_calls.py.
 struct Tensor {
     char* data;
     int64_t type;      // a value of Type

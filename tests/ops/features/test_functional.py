@@ -26,7 +26,7 @@ from attnzoo.ops.features.functional import (
     taylor,
 )
 from attnzoo.ops.features.random_features import random_projection
-from attnzoo.runtime import memory
+from attnzoo.runtime import kernel_calls
 
 SCALE = 16**-0.5
 RESIDUAL = 0.3 * torch.randn(3, 16, 16, generator=torch.Generator().manual_seed(1))
@@ -132,7 +132,7 @@ def test_hedgehog_matrix_of_lolcats_is_the_transpose():
 
 
 def test_blocks_of_tokens_give_the_same_features(monkeypatch):
-    monkeypatch.setattr(memory, "BLOCK_BYTES", 2 * 3 * 16 * 8)  # blocks of one token
+    monkeypatch.setattr(kernel_calls, "BLOCK_BYTES", 2 * 3 * 16 * 8)  # blocks of one token
     x = torch.randn(2, 3, 40, 16, dtype=torch.float64)
     for function in (MAPS["hedgehog"], MAPS["hedgehog_joint"]):
         whole = function(x.clone().requires_grad_())

@@ -385,7 +385,7 @@ def test_huge_pages_do_not_change_results(monkeypatch):
     inputs = make(700, "channel", dtype=torch.float32, grad=True)
     results = []
     for threshold in (2**40, 1):
-        monkeypatch.setattr("attnzoo.runtime.memory.HUGE_BYTES", threshold)
+        monkeypatch.setattr("attnzoo.runtime.kernel_calls.HUGE_BYTES", threshold)
         out = run(*inputs)
         results.append((*out, *gradients(out, inputs)))
     assert all(map(torch.equal, *results))

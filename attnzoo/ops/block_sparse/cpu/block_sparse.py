@@ -20,7 +20,13 @@ from attnzoo.ops.block_sparse.options import SparseCall
 from attnzoo.ops.block_sparse.selection import Candidates
 from attnzoo.runtime import cpp
 from attnzoo.runtime.cpp.layout import Function
-from attnzoo.runtime.memory import DTYPE_NUMBERS, TYPE_NAMES, empty_huge_pages, pad_to_simd, unpad
+from attnzoo.runtime.kernel_calls import (
+    DTYPE_NUMBERS,
+    TYPE_NAMES,
+    empty_huge_pages,
+    pad_to_simd,
+    unpad,
+)
 
 PANEL = 32  # keys of a panel, as in the kernel
 COLUMNS = 16  # a multiple of these is computed at a time

@@ -21,11 +21,11 @@ from attnzoo.ops.delta.common import NORM_EPS, DeltaInputs, Result, normalized
 from attnzoo.ops.linear.common import log_decay_per_token, state_dtype
 from attnzoo.runtime import cpp
 from attnzoo.runtime.cpp.layout import Function
-from attnzoo.runtime.custom_ops import differentiable_op
-from attnzoo.runtime.derivatives import check_reverse_mode
-from attnzoo.runtime.memory import (
+from attnzoo.runtime.kernel_calls import (
     LANES,
     TYPE_NAMES,
+    check_reverse_mode,
+    differentiable_op,
     empty_huge_pages,
     is_plain_call,
     pad_to_simd,

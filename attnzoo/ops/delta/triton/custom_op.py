@@ -25,7 +25,7 @@ from attnzoo.ops.linear.triton.launch import (
     empty_rows,
     gate_and_strides,
 )
-from attnzoo.runtime.derivatives import refuse_derivative
+from attnzoo.runtime.kernel_calls import refuse_derivative
 from attnzoo.runtime.triton_products import (
     block_size,
     contiguous_rows,

@@ -11,7 +11,7 @@ from attnzoo.ops.delta.common import DeltaInputs, Result, normalized
 from attnzoo.ops.linear.triton.run import round_features
 from attnzoo.ops.linear.triton.run import triton_reasons as linear_reasons
 from attnzoo.ops.linear.triton.verdicts import kernel_verdict
-from attnzoo.runtime.derivatives import check_reverse_mode
+from attnzoo.runtime.kernel_calls import check_reverse_mode
 
 
 def triton_reasons(x: DeltaInputs) -> list[str]:

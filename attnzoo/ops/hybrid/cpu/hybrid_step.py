@@ -21,7 +21,7 @@ from attnzoo.ops.hybrid.state import HybridState, StepInputs, StepResult
 from attnzoo.ops.linear.cpu.call import MAP_NAMES, map_numbers
 from attnzoo.runtime import cpp
 from attnzoo.runtime.cpp.layout import Function
-from attnzoo.runtime.memory import is_plain_call, rows_in, with_contiguous_states
+from attnzoo.runtime.kernel_calls import is_plain_call, rows_in, with_contiguous_states
 
 WIDE = {  # of each dtype of keys, that of everything else
     torch.float32: torch.float32,

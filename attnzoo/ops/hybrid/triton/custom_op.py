@@ -26,7 +26,7 @@ from attnzoo.ops.window.triton.window import (
     launch_window,
     launch_window_backward,
 )
-from attnzoo.runtime.derivatives import refuse_derivative
+from attnzoo.runtime.kernel_calls import refuse_derivative
 
 
 @torch.library.custom_op("attnzoo::hybrid_triton", mutates_args=())

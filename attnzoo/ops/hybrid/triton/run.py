@@ -26,7 +26,7 @@ from attnzoo.ops.hybrid.step import at_slots, step_reasons
 from attnzoo.ops.linear.triton.run import round_features, triton_reasons
 from attnzoo.ops.linear.triton.verdicts import kernel_verdict
 from attnzoo.ops.window.causal_window import first_tokens, is_filled
-from attnzoo.runtime.derivatives import check_reverse_mode
+from attnzoo.runtime.kernel_calls import check_reverse_mode
 
 LARGEST = 256  # key and value size of the window
 

@@ -19,7 +19,7 @@ from attnzoo.ops.features.functional import FIXED, LEARNED
 from attnzoo.ops.linear.common import log_decay_per_token
 from attnzoo.runtime import cpp
 from attnzoo.runtime.cpp.layout import Function
-from attnzoo.runtime.memory import TYPE_NAMES, Rows, rows_of, with_contiguous_rows
+from attnzoo.runtime.kernel_calls import TYPE_NAMES, Rows, rows_of, with_contiguous_rows
 
 KERNEL_CHUNK = 16  # the largest chunk; CHUNK of linear_chunk.h
 SPAN = 512  # tokens between the states that the forward pass keeps; SPAN of linear_chunk.h

@@ -32,10 +32,15 @@ from attnzoo.ops.linear.cpu.call import (
     pointer_to,
 )
 from attnzoo.runtime import cpp
-from attnzoo.runtime.autocast import autocast_disabled
-from attnzoo.runtime.custom_ops import differentiable_op
-from attnzoo.runtime.derivatives import check_reverse_mode
-from attnzoo.runtime.memory import Rows, empty_huge_pages, rows_of, with_contiguous_rows
+from attnzoo.runtime.kernel_calls import (
+    Rows,
+    autocast_disabled,
+    check_reverse_mode,
+    differentiable_op,
+    empty_huge_pages,
+    rows_of,
+    with_contiguous_rows,
+)
 
 CPP_CHUNK = 32  # the largest chunk size that a call may ask for, in tokens
 LANES = 16  # numbers of the rows that the feature maps of the kernel compute are a multiple of it

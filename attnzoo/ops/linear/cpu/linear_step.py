@@ -16,10 +16,10 @@ from attnzoo.ops.features.functional import FIXED, SCALED
 from attnzoo.ops.linear.common import LinearInputs, Result, StepGate, map_inputs
 from attnzoo.ops.linear.cpu.call import MAP_NAMES, map_numbers
 from attnzoo.runtime import cpp
-from attnzoo.runtime.autocast import autocast_disabled
 from attnzoo.runtime.cpp.layout import Function
-from attnzoo.runtime.memory import (
+from attnzoo.runtime.kernel_calls import (
     DTYPE_NUMBERS,
+    autocast_disabled,
     is_plain_call,
     with_contiguous_rows,
     with_contiguous_states,

@@ -23,7 +23,7 @@ from attnzoo.ops.linear.triton.launch import (
     empty_rows,
     empty_states,
 )
-from attnzoo.runtime.derivatives import refuse_derivative
+from attnzoo.runtime.kernel_calls import refuse_derivative
 
 SCHEMA_TYPES = {
     Tensor: "Tensor",

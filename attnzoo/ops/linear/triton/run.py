@@ -14,8 +14,11 @@ from attnzoo.contract.states import LinearState, check_slots, run_on_slots
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.linear.common import LinearInputs, Result, map_inputs
 from attnzoo.ops.linear.triton.compilers import compiler_reasons, ptxas_path
-from attnzoo.runtime.autocast import autocast_disabled
-from attnzoo.runtime.derivatives import check_reverse_mode, first_derivative_only
+from attnzoo.runtime.kernel_calls import (
+    autocast_disabled,
+    check_reverse_mode,
+    first_derivative_only,
+)
 
 LARGEST = 256  # key and value size
 

@@ -19,7 +19,7 @@ from attnzoo.ops.lsh.voronoi_hashing import BLOCK_KEYS, HashRounds
 from attnzoo.ops.lsh.work_items import KEYS, QUERIES, WorkItem
 from attnzoo.runtime import cpp
 from attnzoo.runtime.cpp.layout import Function
-from attnzoo.runtime.memory import LANES, TYPE_NAMES, empty_huge_pages, pad_to_simd
+from attnzoo.runtime.kernel_calls import LANES, TYPE_NAMES, empty_huge_pages, pad_to_simd
 
 KERNELS = Path(__file__).parent
 

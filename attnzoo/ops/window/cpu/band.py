@@ -18,14 +18,14 @@ from torch import Tensor
 from attnzoo.errors import UnsupportedError, short_repr
 from attnzoo.ops.window.blockwise_cpu import LocalOptions
 from attnzoo.runtime import cpp
-from attnzoo.runtime.autocast import autocast_disabled
 from attnzoo.runtime.cpp.layout import Function
-from attnzoo.runtime.custom_ops import differentiable_op
-from attnzoo.runtime.derivatives import check_reverse_mode
-from attnzoo.runtime.memory import (
+from attnzoo.runtime.kernel_calls import (
     LANES,
     TYPE_NAMES,
     Rows,
+    autocast_disabled,
+    check_reverse_mode,
+    differentiable_op,
     empty_huge_pages,
     pad_to_simd,
     rows_of,

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.contract.masks import Window
-from attnzoo.runtime.derivatives import refuse_derivative
+from attnzoo.runtime.kernel_calls import refuse_derivative
 from attnzoo.runtime.triton_products import (
     block_size,
     contiguous_rows,
