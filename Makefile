@@ -4,7 +4,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-EXTRAS := xformers,train,report,eval,docs,dev
+EXTRAS := xformers,train,report,docs,dev
 JOBS := 2
 RUN_NOTEBOOKS := 1
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal --durations 15 --durations-min 2

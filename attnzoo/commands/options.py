@@ -139,12 +139,13 @@ Model = Annotated[
 Attentions = Annotated[
     list[str] | None, typer.Option(help="all, NAME,NAME or NAME:OPTION=VALUE,... (repeatable)")
 ]
-_DATA = typer.Option(
-    help="text, .jsonl or .parquet file, folder of them or of a saved data set, or the id of a "
-    "data set of the Hub, owner/name or owner/name:config (repeatable)"
-)
-Data = Annotated[list[Path], _DATA]
-DataIfGiven = Annotated[list[Path] | None, _DATA]
+Data = Annotated[
+    list[Path],
+    typer.Option(
+        help="text, .jsonl or .parquet file, folder of them or of a saved data set, or the id of a "
+        "data set of the Hub, owner/name or owner/name:config (repeatable)"
+    ),
+]
 DatasetTextField = Annotated[
     str, typer.Option(help="field of JSON and parquet files and data sets with the text")
 ]

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from attnzoo.errors import AttnzooError, ConfigError, SpecError, UntrainedWarning
+from attnzoo.errors import AttnzooError, SpecError, UntrainedWarning
 from attnzoo.evaluation.embeddings import Texts, embeddings, similarity
 from attnzoo.evaluation.equal_memory import EqualWindow, equal_window
 from attnzoo.evaluation.generation import make_generation_batch, with_reference
-from attnzoo.evaluation.harness import Harness
 from attnzoo.evaluation.kernel_checks import check_model_kernels
 from attnzoo.evaluation.margins import mean_of
 from attnzoo.evaluation.models import max_positions, require_causal
@@ -325,8 +324,6 @@ def evaluate(
     max_tokens: int | None = None,
     control: int | None = None,
     target_length: int | None = None,
-    tasks: Harness | None = None,
-    original: str | Path | None = None,
     log: Log = lambda text: None,
 ) -> dict[str, Any]:
     """Compare a saved, swapped model with softmax, its window alone and the window of equal memory.
@@ -334,7 +331,7 @@ def evaluate(
     All models have the saved weights: ``result`` is the swap, ``softmax`` has softmax attention,
     ``window alone`` has a window, and ``equal window`` the windows that need as much memory as the
     swap (:mod:`attnzoo.evaluation.equal_memory`). ``softmax`` is therefore not the original model
-    if the saved one was trained after the swap; give that one as ``original``.
+    if the saved one was trained after the swap.
 
     Args:
         path: Folder of a saved causal model that is swapped.
@@ -350,80 +347,42 @@ def evaluate(
         target_length: Tokens for which the swap is meant: rows of that length, and of twice as
             many tokens, are evaluated too, and the window of equal memory is that of this length;
             ``row_length`` when ``None``.
-        tasks: Tasks of lm-evaluation-harness to run on each model.
-        original: Folder of the model before the swap; it is one more line of ``tasks``.
         log: Called with progress messages.
 
     Returns:
-        ``window``; with data, ``verdict``, ``lines``, ``longer`` and ``equal_window`` as in
-        ``recovery.json``; with tasks, ``tasks``: for each model the metrics of every task, by
-        lm_eval's names.
+        ``window``, ``verdict``, ``lines``, ``longer`` and ``equal_window`` as in
+        ``recovery.json``.
 
     Raises:
         AttnzooError: An argument is invalid.
     """
     path, data = Path(path), [Path(x) for x in data]
-    _check_arguments(path, data, tasks, original)
-    judge, scores = None, {}
-    if data:
-        sizes: Any = {"max_tokens": max_tokens, "max_length": row_length}
-        options = RowOptions(dataset_text_field=column, **sizes)
-
-        def load(length: int) -> Rows:
-            return load_rows(path, data, options, length)[1]
-
-        held_out = load(row_length)
-        judge = Evaluator(path, held_out, load, rows=rows, target_length=target_length, log=log)
-        log(f"{len(judge.batch.rows)} held-out rows")
-
-    def run_tasks(name: str, model: Any) -> None:
-        if tasks is not None:
-            log(f"tasks on {name}")
-            scores[name] = tasks.run(model.eval())
-
-    if original is not None:
-        run_tasks("original", _load(original))
-    model = _load(path)
-    length = min(row_length, max_positions(path) or row_length)
-    inputs = {"input_ids": torch.ones(1, length, dtype=torch.int64)}
-    check_model_kernels(model, inputs, log, generate=True)
-    results: dict[str, Any] = {"window": widest_window(model) if control is None else control}
-    with original_attention(model):
-        run_tasks("softmax", model)
-    run_tasks("result", model)
-    if judge is not None:
-        judge.set_windows(model, AttentionSpec.from_dict(getattr(model.config, NAME)), control)
-        judge.add_original(model)
-        with original_attention(model):
-            judge.evaluate("softmax", model)
-        judge.evaluate("result", model)
-    restore(model)  # swapping would warn that trained extras are lost
-    if judge is not None:
-        judge.evaluate_windows(model)
-        results |= judge.results()
-    swap(model, "flash", window=results["window"])
-    run_tasks("window alone", model)
-    return results | ({"tasks": scores} if scores else {})
-
-
-def _check_arguments(path: Path, data: Any, tasks: Harness | None, original: Any) -> None:
-    """Raise an error for invalid arguments of :func:`evaluate`."""
     if read_field(read_config(path), NAME) is None:
         raise SpecError(
             f"{str(path)!r} is not swapped, so there is nothing to compare; `attnzoo recover` and "
             "`attnzoo swap` write swapped models"
         )
-    if not data and tasks is None:
-        raise ConfigError("evaluate needs text (--data), tasks (--tasks), or both")
-    if original is not None and tasks is None:
-        raise ConfigError("original is a line of tasks; give --tasks, or leave it out")
     require_causal(path, "evaluation measures text prediction")
-    if original is not None:
-        require_causal(Path(original), "tasks compare it with the swap")
+    sizes: Any = {"max_tokens": max_tokens, "max_length": row_length}
+    options = RowOptions(dataset_text_field=column, **sizes)
 
+    def load(length: int) -> Rows:
+        return load_rows(path, data, options, length)[1]
 
-def _load(path: str | Path) -> Any:
-    """Return a saved model in float32, on the accelerator if there is one."""
+    held_out = load(row_length)
+    judge = Evaluator(path, held_out, load, rows=rows, target_length=target_length, log=log)
+    log(f"{len(judge.batch.rows)} held-out rows")
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     model: Any = load_pretrained(AutoModelForCausalLM, path, dtype=torch.float32)
-    return model.to(device)
+    model.to(device)
+    length = min(row_length, max_positions(path) or row_length)
+    inputs = {"input_ids": torch.ones(1, length, dtype=torch.int64)}
+    check_model_kernels(model, inputs, log, generate=True)
+    judge.set_windows(model, AttentionSpec.from_dict(getattr(model.config, NAME)), control)
+    judge.add_original(model)
+    with original_attention(model):
+        judge.evaluate("softmax", model)
+    judge.evaluate("result", model)
+    restore(model)  # swapping would warn that trained extras are lost
+    judge.evaluate_windows(model)
+    return judge.results()

@@ -69,28 +69,6 @@ def _label(name: str, results: Mapping[str, Any]) -> str:
     return name
 
 
-def tasks_table(results: Mapping[str, Any]) -> Table:
-    """Return a table of the metrics of lm-evaluation-harness, a column per model."""
-    models = results["tasks"]
-    first = next(iter(models.values()))
-    rows = []
-    for task, metrics in first.items():
-        for name, value in metrics.items():
-            metric, _, kept_by = name.partition(",")
-            if metric.endswith(("_stderr", "_len")) or not isinstance(value, int | float):
-                continue
-            label = metric if kept_by in ("", "none") else f"{metric} ({kept_by})"
-            error = metrics.get(f"{metric}_stderr,{kept_by}")
-            cells = [number(scores[task].get(name)) for scores in models.values()]
-            rows.append([task, label, *cells, number(error if isinstance(error, float) else None)])
-    return Table(
-        columns=("task", "metric", *(_label(name, results) for name in models), "standard error"),
-        rows=rows,
-        title="tasks of lm-evaluation-harness",
-        caption=f"the standard error is that of {next(iter(models))}",
-    )
-
-
 def card(run: Any, results: Mapping[str, Any]) -> str:
     """Return the model card of ``attnzoo recover`` in Markdown: the verdict, then the results.
 

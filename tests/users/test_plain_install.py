@@ -77,7 +77,7 @@ def test_every_command_and_public_name_works_or_names_its_extra(tmp_path):
     (tmp_path / "script.py").write_text("")
     into = ("embedded", "--data", str(data), "--output-dir", f"{out}-run")
     swapped, window = f"{out}-swap", ("--attention", "flash:window=48")
-    train, report, tasks = "attnzoo[train]", "attnzoo[report]", "attnzoo[eval]"
+    train, report = "attnzoo[train]", "attnzoo[report]"
     calls = {
         ("list", "linear"): "",
         ("describe", "embedded"): "",
@@ -89,7 +89,6 @@ def test_every_command_and_public_name_works_or_names_its_extra(tmp_path):
         ("recover", *into, *window): train,
         ("finetune", *into, *window): train,
         ("evaluate", swapped, "--data", str(data)): train,
-        ("evaluate", swapped, "--tasks", "ruler"): tasks,
         (
             "heads",
             "embedded",
