@@ -7,18 +7,16 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
 
 from attnzoo.contract.backend import AttentionBackend, register
 from attnzoo.contract.capabilities import Capabilities
-from attnzoo.contract.config import BackendConfig, Geometry
+from attnzoo.contract.config import BackendConfig
 from attnzoo.contract.inputs import MASK_IN_BIAS, AttentionInputs
 from attnzoo.contract.states import AttentionOutput, ImplChoice
 from attnzoo.errors import ConfigError
 from attnzoo.ops.flash.api import flash_attention
 from attnzoo.ops.lsh.api import lsh_attention, shared_qk_attention
 from attnzoo.ops.lsh.validation import MAX_BUCKETS, MAX_HASHES
-from attnzoo.runtime.recomputation import value_of_call
 
 NOT_CAUSAL = (
     "form='shared_qk' sorts all tokens at once, so later tokens would determine which keys an "
@@ -45,7 +43,6 @@ class ReformerConfig(BackendConfig):
             hashing all keys again and closer to softmax than one pass; not under assisted decoding.
             A prompt in chunks (``prefill_chunk_size``) should not end with a chunk of one token,
             which counts as new. ``"hashed"``: it attends to the same keys as in one pass.
-        redraw: Training calls after which hashes are drawn again. ``None`` means never.
         seed: Seed of the hashes, together with the layer's index.
     """
 
@@ -62,7 +59,6 @@ class ReformerConfig(BackendConfig):
     window: int = 32
     first_tokens: int = 4
     decoding: Literal["exact", "hashed"] = "exact"
-    redraw: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -72,7 +68,6 @@ class ReformerConfig(BackendConfig):
             ("chunk_size", "token"),
             ("num_buckets", "bucket"),
             ("window", "token"),
-            ("redraw", "call"),
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -121,18 +116,7 @@ class ReformerBackend(AttentionBackend):
         exact_steps=True,
         needs_full_sequences="its buckets sort the tokens of a whole row",
     )
-    optional_buffers: ClassVar[tuple[str, ...]] = ("calls",)
     seeded_by_layer: ClassVar[bool] = True  # hashes
-    calls: Tensor  # training calls so far, a scalar
-
-    def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
-        super().__init__(config, geometry)
-        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-
-    def reset_parameters(self) -> None:
-        """Set the count of training calls to 0."""
-        with torch.no_grad():
-            self.calls.zero_()
 
     def layer_capabilities(self) -> Capabilities:
         """Return the capabilities of this form and this way of decoding."""
@@ -167,35 +151,6 @@ class ReformerBackend(AttentionBackend):
             reasons.append(f"the mask is causal ({NOT_CAUSAL})")
         return reasons
 
-    # -- hashes ----------------------------------------------------------------------------------
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def draw_of_call(self) -> Tensor:
-        """Count a training call, and return the number of its draw.
-
-        A call that gradient checkpointing repeats gets the number of the first one.
-        """
-        return value_of_call(self, self.geometry.name, self._next_draw)
-
-    def _next_draw(self) -> Tensor:
-        self.calls += 1
-        return self.last_draw()
-
-    def last_draw(self) -> Tensor:
-        """Return the number of the last training call's draw, a scalar."""
-        assert self.config.redraw is not None
-        return (self.calls - 1).clamp_min(0) // self.config.redraw
-
-    def hash_seed(self) -> Tensor:
-        """Return the seed of this call's hashes, ``[3]`` integers, equal on every rank."""
-        seed = torch.tensor([self.config.seed, self.geometry.layer, 0], device="cpu")
-        if self.config.redraw is None:
-            return seed
-        draw = self.draw_of_call() if self.training else self.last_draw()
-        return torch.cat([seed[:2].to(draw.device), draw[None]])
-
-    # -- attention -------------------------------------------------------------------------------
-
     def attend(self, inputs: AttentionInputs) -> AttentionOutput:
         """Hash queries and keys, and attend."""
         config, (q, k, v), mask = self.config, inputs[:3], self.causal_mask(inputs)
@@ -209,7 +164,7 @@ class ReformerBackend(AttentionBackend):
             "chunk_size": config.chunk_size,
             "num_buckets": config.num_buckets,
             "bias": bias,
-            "seed": self.hash_seed(),
+            "seed": torch.tensor([config.seed, self.geometry.layer, 0], device="cpu"),
             "impl": config.impl,
         }
         if config.form == "shared_qk":

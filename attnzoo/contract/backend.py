@@ -76,7 +76,6 @@ class AttentionBackend(nn.Module):
         ran: The implementation that the last call ran, and why; ``None`` before the first call and
             under ``torch.compile``.
         shard: This rank's part of the sequences under context parallelism, else ``None``.
-        optional_buffers: Names of the buffers that a checkpoint may lack.
         no_weight_decay: Names of the parameters that set a decay or a mixture.
         seeded_by_layer: Whether outputs depend on ``geometry.layer``, beyond the saved tensors.
     """
@@ -85,7 +84,6 @@ class AttentionBackend(nn.Module):
     config_class: ClassVar[type[BackendConfig]] = BackendConfig
     dtypes: ClassVar[frozenset[torch.dtype]] = DTYPES
     capabilities: Capabilities = Capabilities()
-    optional_buffers: ClassVar[tuple[str, ...]] = ()
     no_weight_decay: ClassVar[tuple[str, ...]] = ()
     seeded_by_layer: ClassVar[bool] = False
 

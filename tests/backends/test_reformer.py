@@ -3,13 +3,11 @@
 import json
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 
 import pytest
 import torch
 import transformers as hf
 from torch.testing import assert_close
-from torch.utils.checkpoint import checkpoint
 
 import attnzoo
 from attnzoo.backends.reformer import ReformerBackend, ReformerConfig
@@ -95,7 +93,6 @@ def test_a_single_new_token_attends_exactly_to_all_cached_keys(padded):
         ({"chunk_size": -1}, r"ReformerConfig\.chunk_size must be at least 1 token, got -1"),
         ({"num_buckets": 0}, r"ReformerConfig\.num_buckets must be at least 1 bucket, got 0"),
         ({"window": 0}, r"ReformerConfig\.window must be at least 1 token, got 0"),
-        ({"redraw": 0}, r"ReformerConfig\.redraw must be at least 1 call, got 0"),
         ({"first_tokens": -1}, r"ReformerConfig\.first_tokens must be at least 0, got -1"),
         ({"window": 2.5}, r"ReformerConfig\.window must be int, got 2\.5"),
         ({"form": "shared"}, "must be 'asymmetric' or 'shared_qk', got 'shared'"),
@@ -148,52 +145,6 @@ def test_options_reach_the_op():
 def test_layers_have_different_hashes():
     x = qkv(60)
     assert not torch.equal(build(**SMALL)(*x).out, build(**SMALL, layer=1)(*x).out)
-
-
-# -- draws in training ---------------------------------------------------------------------------
-
-
-def test_redraw_draws_new_hashes_in_training():
-    x, backend = qkv(60), build(**SMALL, redraw=2)
-    outs = [backend(*x).out for _ in range(6)]
-    same = [torch.equal(one, other) for one, other in pairwise(outs)]
-    assert same == [True, False, True, False, True]
-    assert torch.equal(outs[0], build(**SMALL)(*x).out)
-    backend.eval()
-    assert torch.equal(backend(*x).out, outs[-1])  # keeps the last hashes of training
-    other = build(**SMALL, redraw=2)  # on another rank, or after a restart
-    other.load_state_dict(backend.state_dict())
-    assert torch.equal(other.eval()(*x).out, outs[-1])
-    other.reset_parameters()
-    assert torch.equal(other(*x).out, outs[0])
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing_recomputes_with_the_same_hashes(reentrant):
-    x = [t.requires_grad_() for t in qkv(60)]
-    gradients = []
-    for repeat in (False, True):
-        backend = build(**SMALL, redraw=1)
-        call = lambda *x, backend=backend: backend(*x).out.square().sum()  # noqa: E731
-        for _ in range(3):
-            loss = checkpoint(call, *x, use_reentrant=reentrant) if repeat else call(*x)
-            gradient = torch.autograd.grad(loss, x) if not reentrant else None
-            if reentrant:
-                loss.backward()
-                gradient = [t.grad.clone() for t in x]
-                for t in x:
-                    t.grad = None
-        gradients.append(gradient)
-        assert int(backend.calls) == 3
-    assert_close(gradients[0], gradients[1])
-
-
-def test_backward_uses_the_hashes_of_its_forward():
-    x, backend = [t.requires_grad_() for t in qkv(60)], build(**SMALL, redraw=1)
-    first = backend(*x).out
-    expected = torch.autograd.grad(first.sum(), x, retain_graph=True)
-    backend(*x)
-    assert_close(torch.autograd.grad(first.sum(), x), expected, atol=0, rtol=0)
 
 
 # -- cached keys ---------------------------------------------------------------------------------

@@ -151,8 +151,6 @@ def test_invalid_windows_are_refused():
         build("linear", window=4, feature_map="cosine", max_length=9)
     with pytest.raises(ConfigError, match=r"window does not support gate='mlstm'"):
         build("gated_linear", window=4, gate="mlstm")
-    with pytest.raises(ConfigError, match=r"window needs kernel='softmax'"):
-        build("performer", window=4, kernel="relu")
     with pytest.raises(
         UnsupportedError, match=r"the layer is cross-attention, in which queries and keys"
     ):

@@ -41,7 +41,6 @@ CASES = {
     "delta window": ("delta", {"window": 17}, True, (PLAIN, HOLES, PACKED)),
     "delta convolution": ("delta", {"short_convolution": 4, "output_gate": True}, True, ALL),
     "performer": ("performer", {"num_features": 32}, True, (PLAIN, HOLES, PACKED)),
-    "performer floor": ("performer", {"num_features": 32, "floor": 1e-4}, True, (PLAIN,)),
     "performer bidirectional": ("performer", {"num_features": 32}, False, (PLAIN, LEFT)),
     "performer hybrid": ("performer", {"num_features": 32, "window": 5}, True, (PLAIN, PACKED)),
     "longformer": ("longformer", {"window": 5}, True, ALL),

@@ -101,7 +101,6 @@ IDS = torch.tensor([[0] * 5 + [1] * 11])
         ("linear", {}, {"return_state": True}, "use_cache=False"),
         ("linear", {"window": 3}, {"causal": False}, "a bidirectional window"),
         ("flash", {"window": 3}, {"causal": False}, "a bidirectional window"),
-        ("performer", {"floor": 1e-4}, {"causal": False}, "floor"),
         ("linear", {}, {"shard": shard(length=9)}, "a shard has 9 tokens"),
         ("linear", {}, {"causal": False, "shard": shard(segment_ids=IDS)}, "packed without"),
         ("linear", {}, {"mask": AttentionMask(causal=True, padding=IDS[:, :8] == 0)}, "not of the"),

@@ -126,7 +126,7 @@ def draws(model, text, out):
     ids = torch.arange(3, 67)[None]
     found = []
     for spec in (
-        attnzoo.AttentionSpec("performer", num_features=16, redraw=1),
+        attnzoo.AttentionSpec("performer", num_features=16),
         attnzoo.AttentionSpec("linear", feature_map="random", num_features=16),
         attnzoo.AttentionSpec("reformer", chunk_size=8),
     ):

@@ -28,7 +28,6 @@ from attnzoo.hf.layers import unwrap_model
 from attnzoo.hf.names import LOADED, NAME
 from attnzoo.hf.saving.layer_specs import require_spec_of_layers
 from attnzoo.hf.unchanged import reset_on_error
-from attnzoo.registry import build_backend
 
 
 def _backends(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
@@ -54,12 +53,6 @@ def _original(module: Any) -> AttentionBackend:
     backend = module if isinstance(module, AttentionBackend) else module.original_module
     assert isinstance(backend, AttentionBackend)
     return backend
-
-
-def _changes_in_training(backend: AttentionBackend) -> bool:
-    # performer and reformer draw again in training, and save what they drew
-    redraws = getattr(backend.config, "redraw", None) is not None
-    return redraws or any(True for _ in backend.parameters())
 
 
 def prepare_adapter(model: nn.Module, config: Any) -> None:
@@ -132,7 +125,8 @@ def _listed_backends(model: nn.Module, names: Iterable[str]) -> list[str]:
     return [
         name
         for name, _, module in _backends(model)
-        if any(x.match(name) for x in patterns) and _changes_in_training(_original(module))
+        if any(x.match(name) for x in patterns)
+        and any(True for _ in _original(module).parameters())
     ]
 
 
@@ -250,7 +244,7 @@ def prepare_save(model: Any) -> None:
 
 def _train_extras(model: nn.Module, config: Any) -> None:
     backends = [(name, _original(module)) for name, _, module in _backends(model)]
-    if not any(_changes_in_training(backend) for _, backend in backends):
+    if not any(list(backend.parameters()) for _, backend in backends):
         return
     if not has_field(config, "modules_to_save"):
         trained = [name for name, x in backends if any(p.requires_grad for p in x.parameters())]
@@ -283,7 +277,7 @@ def refuse_lost_extras(model: nn.Module) -> None:
     for name, _, module in _backends(model):
         if not isinstance(module, AttentionBackend) or "modules_to_save" in name.split("."):
             continue
-        if not any(p.requires_grad for p in module.parameters()) and not _drew_again(module):
+        if not any(p.requires_grad for p in module.parameters()):
             continue
         merges = hasattr(model, "merge_and_unload")
         add = "get_peft_model" if merges else "model.add_adapter"
@@ -293,21 +287,11 @@ def refuse_lost_extras(model: nn.Module) -> None:
             else "torch.save(model.state_dict(), ...)"
         )
         raise UnsupportedError(
-            f"{name} has trained parameters, or features drawn in training, that are not part of "
-            f"the adapter, so saving the adapter would lose them. Save the whole model, {whole}, "
-            "or freeze parameters that were not trained, requires_grad_(False); next time, swap "
-            f"the model before {add}, and leave modules_to_save unset, which trains and saves them"
+            f"{name} has trained parameters that are not part of the adapter, so saving it would "
+            f"lose them. Save the whole model, {whole}, or freeze parameters that were not "
+            "trained, requires_grad_(False); next time, swap the model before "
+            f"{add}, and leave modules_to_save unset, which trains and saves them"
         )
-
-
-def _drew_again(backend: AttentionBackend) -> bool:
-    """Return whether a backend has drawn features or hashes in training."""
-    if getattr(backend.config, "redraw", None) is None:
-        return False
-    new = dict(build_backend(backend.name, backend.config, backend.geometry).named_buffers())
-    return any(
-        not torch.equal(new[name].to(x), x) for name, x in backend.named_buffers() if not x.is_meta
-    )
 
 
 @contextmanager

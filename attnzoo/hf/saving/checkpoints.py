@@ -178,8 +178,6 @@ def report_missing_extras(model: Any, info: Any) -> None:
         for name, module in model.named_modules()
         if NAME in module._modules
     ]
-    optional = {f"{name}{mark}{key}" for name, x in backends for key in x.optional_buffers}
-    info.missing_keys -= optional
     absent = {key for key in info.missing_keys if mark in key}
     if not absent:
         return
@@ -187,7 +185,6 @@ def report_missing_extras(model: Any, info: Any) -> None:
         f"{name}{mark}{key}": (name, id(x))
         for name, backend in backends
         for key, x in backend.state_dict(keep_vars=True).items()
-        if key not in backend.optional_buffers
     }
     loaded = {tensor for key, (_, tensor) in extras.items() if key not in absent}  # or shared
     layers = {name for key, (name, tensor) in extras.items() if tensor not in loaded}

@@ -20,7 +20,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from attnzoo.ops.features.functional import RELU_FLOOR, widen
+from attnzoo.ops.features.functional import widen
 
 # Largest exponent of a key's feature if the maximum of all keys is unknown. exp(60) is 1e26: 1e7
 # such keys times values of 1e4 sum to 1e37, within float32.
@@ -29,29 +29,19 @@ KEY_BOUND = 60.0
 LOG_ZERO = -1e30  # largest exponent of no keys; finite, so that no difference of two is NaN
 
 
-def random_projection(
-    num_features: int,
-    size: int,
-    *,
-    seed: tuple[int, ...] = (0,),
-    orthogonal: bool = True,
-    hyperbolic: bool = False,
-) -> Tensor:
+def random_projection(num_features: int, size: int, *, seed: tuple[int, ...] = (0,)) -> Tensor:
     r"""Draw the rows :math:`w_m` of a random projection, equal on all machines and ranks.
 
     The global random state does not change. Orthogonal rows come in blocks of D from the QR
     decomposition of a normal matrix. Q is multiplied by the signs of R's diagonal, without which it
     is not uniform over the rotations. The lengths of the rows are those of independent normal
     vectors (chi with D degrees of freedom), so each row is normal and the estimate is unbiased; its
-    variance is lower. Hyperbolic features use each row together with its negative, which lowers the
-    variance further for queries and keys of similar direction.
+    variance is lower.
 
     Args:
-        num_features: M; even if hyperbolic.
+        num_features: M.
         size: D.
-        seed: Numbers that identify the draw, such as a seed, a layer index and a count.
-        orthogonal: Whether the rows of a block are orthogonal.
-        hyperbolic: Whether the second half are the negatives of the first.
+        seed: Numbers that identify the draw, such as a seed and a layer index.
 
     Returns:
         ``[M, D]``, float32, on the CPU.
@@ -63,20 +53,16 @@ def random_projection(
     def normal(rows: int) -> Tensor:
         return torch.randn(rows, size, generator=generator, dtype=torch.float64, device="cpu")
 
-    drawn = num_features // 2 if hyperbolic else num_features
-    rows = normal(drawn)
-    if orthogonal:
-        blocks = rearrange(normal(-(-drawn // size) * size), "(n r) d -> n r d", r=size)
-        q, r = torch.linalg.qr(blocks)
-        q = q * r.diagonal(dim1=1, dim2=2).sign().unsqueeze(1)
-        directions = rearrange(q, "n d r -> (n r) d")[:drawn]
-        rows = directions * rows.norm(dim=1, keepdim=True)
-    if hyperbolic:
-        rows = torch.cat([rows, -rows])
+    lengths = normal(num_features).norm(dim=1, keepdim=True)
+    blocks = rearrange(normal(-(-num_features // size) * size), "(n r) d -> n r d", r=size)
+    q, r = torch.linalg.qr(blocks)
+    q = q * r.diagonal(dim1=1, dim2=2).sign().unsqueeze(1)
+    directions: Tensor = rearrange(q, "n d r -> (n r) d")[:num_features]
+    rows: Tensor = directions * lengths
     return rows.float()
 
 
-def key_shift(projection: Tensor, *, floor: float = 0.0) -> Tensor:
+def key_shift(projection: Tensor) -> Tensor:
     r"""Return a shift of the features' exponents that is independent of the keys, for causal calls.
 
     :math:`w \cdot x - |x|^2 / 2 = |w|^2 / 2 - |w - x|^2 / 2 \le |w|^2 / 2`: every feature has an
@@ -88,13 +74,11 @@ def key_shift(projection: Tensor, *, floor: float = 0.0) -> Tensor:
 
     Args:
         projection: ``[M, D]``.
-        floor: Added to the features. A floor is relative to their size, so nothing is raised.
 
     Returns:
         The shift, which is subtracted: ``[M]``, at most 0, float32 or wider.
     """
-    shift = (widen(projection).square().sum(-1) / 2 - KEY_BOUND).clamp(max=0)
-    return torch.zeros_like(shift) if floor else shift
+    return (widen(projection).square().sum(-1) / 2 - KEY_BOUND).clamp(max=0)
 
 
 def measured_shift(
@@ -103,26 +87,21 @@ def measured_shift(
     *,
     scale: float,
     padding_mask: Tensor | None = None,
-    floor: float = 0.0,
 ) -> Tensor:
     """Return each feature's largest exponent over all keys, so that no key overflows or vanishes.
 
-    For bidirectional attention. The queries cancel the shift, so it has no gradient. With a floor,
-    which is relative to the features, it is the largest projection of each head, as in the paper's
-    code, and has a gradient.
+    For bidirectional attention. The queries cancel the shift, so it has no gradient.
 
     Args:
         k: Keys, ``[B, Hkv, S, D]``.
         projection: ``[M, D]``.
         scale: s, which multiplies query-key products in softmax attention.
         padding_mask: ``[B, S]`` bool, true at real keys.
-        floor: Added to the features.
 
     Returns:
-        ``[B, Hkv, 1, M]``, or ``[B, Hkv, 1, 1]`` with a floor; finite if there are no keys.
+        ``[B, Hkv, 1, M]``; finite if there are no keys.
     """
-    k, weight = widen(k if floor else k.detach()), scale_projection(projection, scale)
-    values = (k @ weight.T).amax(-1, keepdim=True) if floor else exponents(k, weight, scale)
+    values = exponents(widen(k.detach()), scale_projection(projection, scale), scale)
     if padding_mask is not None:
         values = values.masked_fill(~padding_mask[:, None, :, None], LOG_ZERO)
     if not k.shape[2]:
@@ -130,14 +109,7 @@ def measured_shift(
     return values.amax(2, keepdim=True)
 
 
-def positive_keys(
-    k: Tensor,
-    projection: Tensor,
-    shift: Tensor,
-    *,
-    scale: float,
-    floor: float = 0.0,
-) -> Tensor:
+def positive_keys(k: Tensor, projection: Tensor, shift: Tensor, *, scale: float) -> Tensor:
     r"""Return the positive random features of keys, :math:`\phi_m(k) e^{-c_m}`, at most exp(60).
 
     Cost O(S M D).
@@ -147,48 +119,32 @@ def positive_keys(
         projection: ``[M, D]``; has no gradient.
         shift: c, from :func:`key_shift` or :func:`measured_shift`.
         scale: s, which multiplies query-key products in softmax attention.
-        floor: Added to every feature, as 1e-4 in the paper's code; biases outputs towards the mean.
 
     Returns:
         ``[B, Hkv, S, M]``, not negative, float32 or wider.
     """
     features = exponents(widen(k), scale_projection(projection, scale), scale)
-    features = features.sub_(shift).clamp_(max=KEY_BOUND).exp_()
-    return features + floor if floor else features
+    return features.sub_(shift).clamp_(max=KEY_BOUND).exp_()
 
 
-def positive_queries(
-    q: Tensor,
-    projection: Tensor,
-    shift: Tensor,
-    *,
-    scale: float,
-    floor: float = 0.0,
-) -> Tensor:
+def positive_queries(q: Tensor, projection: Tensor, shift: Tensor, *, scale: float) -> Tensor:
     r"""Return the positive random features of queries, :math:`\phi_m(q) e^{c_m}` up to a factor.
 
     Each row is divided by its sum, so the features are one softmax; normalised outputs do not
-    depend on this factor. With a floor, the factor is the exponential of the row's largest
-    projection, as in the paper's code. Cost O(T M D).
+    depend on this factor. Cost O(T M D).
 
     Args:
         q: Queries, ``[B, H, T, D]``.
         projection: ``[M, D]``; has no gradient.
         shift: c, the same as for the keys.
         scale: s, as for the keys.
-        floor: As for the keys.
 
     Returns:
         ``[B, H, T, M]``, not negative, float32 or wider.
     """
     if shift.dim() == 4:
         shift = shift.repeat_interleave(q.shape[1] // shift.shape[1], 1)
-    q = widen(q)
-    projected = (q @ scale_projection(projection, scale).T).add_(shift)
-    if not floor:
-        return projected.softmax(-1)
-    norm = q.square().sum(-1, keepdim=True) * (scale / 2)
-    return (projected - norm - projected.amax(-1, keepdim=True)).exp() + floor
+    return (widen(q) @ scale_projection(projection, scale).T).add_(shift).softmax(-1)
 
 
 def scaled_queries(
@@ -202,7 +158,7 @@ def scaled_queries(
     Args:
         q: Queries, ``[B, H, T, D]``.
         projection: ``[M, D]``.
-        shift: c, from :func:`key_shift`, without a floor.
+        shift: c, from :func:`key_shift`.
         scale: s, as for the keys.
 
     Returns:
@@ -213,23 +169,6 @@ def scaled_queries(
     log_sum = exponent.logsumexp(-1, keepdim=True)
     norm = q.square().sum(-1, keepdim=True) * (scale / 2)
     return (exponent - log_sum).exp(), log_sum - norm - math.log(len(projection))
-
-
-def relu_features(x: Tensor, projection: Tensor, *, scale: float) -> Tensor:
-    r"""Return the features of Performer's ReLU kernel, :math:`\max(w_m \cdot x', 0)` plus a floor.
-
-    The floor is :data:`~attnzoo.ops.features.functional.RELU_FLOOR`. This kernel
-    does not estimate softmax.
-
-    Args:
-        x: Queries or keys, ``[..., D]``.
-        projection: ``[M, D]``.
-        scale: s, as in softmax attention.
-
-    Returns:
-        ``[..., M]``, positive, float32 or wider.
-    """
-    return (widen(x) @ scale_projection(projection, scale).T).relu() + RELU_FLOOR
 
 
 def scale_projection(projection: Tensor, scale: float) -> Tensor:

@@ -25,7 +25,6 @@ SWAPS: dict[str | None, tuple[str, dict[str, Any]]] = {
     "hedgehog": ("linear", {"feature_map": "hedgehog"}),
     "gates": ("gated_linear", {}),
     "window": ("flash", {"window": 4}),
-    "redrawn": ("performer", {"num_features": 8, "redraw": 1}),
 }
 WITH_PARAMETERS = ("hedgehog", "gates")
 
@@ -168,16 +167,6 @@ def test_adapter_then_swap(name, order, base, ids, tmp_path):
                 module.requires_grad_(False)
     again = saved_and_loaded(model, base, tmp_path)
     assert torch.equal(logits(again, ids), logits(model, ids))
-
-
-def test_features_drawn_after_the_adapter_are_refused(base, ids, tmp_path):
-    for options in ({}, {"modules_to_save": []}):
-        model = swap(base(), "redrawn") if options else base()
-        model.add_adapter(lora(**options))
-        swap(model, "redrawn")
-        train(model, ids)
-        with pytest.raises(UnsupportedError, match="features drawn in training"):
-            model.save_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("second", SWAPS)

@@ -286,16 +286,6 @@ def test_a_copy_has_its_own_adapter(backend, options, llama, ids, tmp_path):
     assert torch.equal(logits(copied, ids), before)
 
 
-def test_features_drawn_again_in_training_are_saved(llama, ids, tmp_path):
-    """They are buffers, so the adapter has no parameter of the backends."""
-    spec = {"backend": "performer", "options": {"num_features": 8, "redraw": 1}}
-    model = adapted(swapped(llama, spec))
-    train(model, ids)
-    model.save_pretrained(tmp_path)
-    again = peft.PeftModel.from_pretrained(swapped(llama, spec), tmp_path)
-    assert torch.equal(logits(again, ids), logits(model, ids))
-
-
 PROMPTS = {
     "prefix": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
     "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),

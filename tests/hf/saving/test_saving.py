@@ -1,7 +1,6 @@
 """The swap in a config, and the specs that loading accepts."""
 
 import json
-import warnings
 
 import pytest
 import torch
@@ -52,23 +51,6 @@ def test_a_saved_model_keeps_the_defaults_of_its_map(
     loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert {key: loaded.config.attnzoo["options"][key] for key in defaults} == defaults
     assert torch.equal(loaded(input_ids=ids).logits, expected)
-
-
-@pytest.mark.parametrize("name", ["reformer", "performer"])
-def test_a_checkpoint_may_lack_a_count_of_calls(name, llama, ids, tmp_path):
-    llama().save_pretrained(tmp_path)
-    config = hf.AutoConfig.from_pretrained(tmp_path)
-    config.attnzoo = attnzoo.AttentionSpec(name, redraw=2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", attnzoo.SwapWarning)
-        model, info = hf.AutoModelForCausalLM.from_pretrained(
-            tmp_path, config=config, attn_implementation="attnzoo", output_loading_info=True
-        )
-    assert not info["missing_keys"]  # a new swap lacks nothing
-    for layer in model.model.layers:
-        assert layer.self_attn.attnzoo.calls == 0
-    swapped = attnzoo.swap(llama(), name, redraw=2)
-    assert torch.equal(model.eval()(input_ids=ids).logits, swapped(input_ids=ids).logits)
 
 
 def test_a_config_takes_a_spec_object(llama_config, tmp_path):
