@@ -21,7 +21,7 @@ from attnzoo.ops.flash.sdpa import sdpa_kernel_name
 from attnzoo.ops.gated.mlstm import mlstm_attention
 from attnzoo.ops.gated.rwkv6 import rwkv6_attention
 from attnzoo.ops.hybrid.api import LinearBranch, hybrid_attention
-from attnzoo.ops.hybrid.state import HybridState
+from attnzoo.ops.hybrid.parts import HybridState
 from attnzoo.ops.linear.api import linear_attention
 
 Inputs = list[Tensor | None]  # q, k, v and the log decay

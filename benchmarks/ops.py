@@ -50,7 +50,7 @@ from attnzoo.evaluation.timing import (
 from attnzoo.ops.block_sparse.api import block_sparse_attention
 from attnzoo.ops.linear.api import linear_attention
 from attnzoo.ops.linear.common import CHUNK_SIZE
-from attnzoo.ops.linear.cpu.call import KERNEL_CHUNK, LINEAR
+from attnzoo.ops.linear.cpu.linear import KERNEL_CHUNK, LINEAR
 from attnzoo.ops.linformer.api import linformer_attention, linformer_block_attention
 from attnzoo.ops.lsh.api import lsh_attention
 from attnzoo.registry import build_backend

@@ -30,13 +30,12 @@ from attnzoo.contract.states import (
 from attnzoo.errors import ConfigError
 from attnzoo.ops.delta.api import run_delta_attention
 from attnzoo.ops.delta.common import DeltaInputs
-from attnzoo.ops.features.functional import widen
 from attnzoo.ops.window.causal_window import (
     WindowState,
     causal_window_attention,
     grow_window,
 )
-from attnzoo.runtime.kernel_calls import autocast_disabled
+from attnzoo.runtime.kernel_calls import autocast_disabled, widen
 
 
 @dataclass(frozen=True, kw_only=True)

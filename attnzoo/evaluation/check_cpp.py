@@ -28,8 +28,8 @@ from attnzoo.ops.delta.cpu.delta import DELTA
 from attnzoo.ops.features.functional import MapWeights
 from attnzoo.ops.hybrid.api import hybrid_attention
 from attnzoo.ops.hybrid.cpu.hybrid_step import HYBRID_STEP
-from attnzoo.ops.hybrid.state import HybridState, LinearBranch
-from attnzoo.ops.linear.cpu.call import LINEAR
+from attnzoo.ops.hybrid.parts import HybridState, LinearBranch
+from attnzoo.ops.linear.cpu.linear import LINEAR
 from attnzoo.ops.linear.cpu.linear_step import LINEAR_STEP
 from attnzoo.ops.lsh.cpu.lsh import LSH, PIVOTS
 from attnzoo.ops.window.cpu.band import BAND

@@ -28,8 +28,10 @@ def _new(mixin: type, stock: type) -> Any:
     return cls.__new__(cls)
 
 
-@functools.cache
-def _made(mixin: type, stock: type) -> type:
+def _subclass(mixin: type, stock: type) -> type:
+    """Return the subclass of a mixin and a stock class, or the class itself if it has the mixin."""
+    if issubclass(stock, mixin):
+        return stock
     names = {
         "__module__": stock.__module__,
         "__qualname__": PREFIX + stock.__qualname__,
@@ -40,10 +42,7 @@ def _made(mixin: type, stock: type) -> type:
     return type(stock.__name__, (mixin, stock), names)
 
 
-def subclass(mixin: type, stock: type) -> type:
-    """Return the subclass of a mixin and a stock class, or the class itself if it has the mixin."""
-    made: Any = _made
-    return stock if issubclass(stock, mixin) else made(mixin, stock)
+subclass: Any = functools.cache(_subclass)  # Any: mypy takes types for not hashable
 
 
 def stock_class(cls: type) -> type:

@@ -135,6 +135,9 @@ IGNORED_MASK_ARGUMENTS = frozenset(
 # Arguments of a cache layer's ``update``: those of the attention function, for paged caches
 IGNORED_UPDATE_ARGUMENTS = frozenset({"kwargs"})
 
+# Method of cache layers that store their keys and values in fewer bits
+QUANTIZE = "_quantize"
+
 # Methods of cache layers that hold more than keys and values
 MORE_THAN_KEYS = (
     *("update_conv_state", "update_recurrent_state"),
@@ -500,11 +503,6 @@ def _with_sub_configs(config: Any) -> Iterator[Any]:
 def can_set_implementation(model: PreTrainedModel) -> bool:
     """Return whether a model's own modelling code uses the attention interface."""
     return bool(model._can_set_attn_implementation())
-
-
-def is_quantized(layer: Any) -> bool:
-    """Return whether a layer of a cache stores its keys and values in fewer bits."""
-    return hasattr(layer, "_quantize")
 
 
 def names_kept_in_float32(model: nn.Module, dtype: torch.dtype) -> list[str]:

@@ -56,6 +56,16 @@ def empty_huge_pages(
     return x
 
 
+def widen(x: Tensor) -> Tensor:
+    """Return ``x`` in float32, or unchanged if it is float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def state_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
+    """Return the dtype of the sums: float64 if any input is float64, else float32."""
+    return torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
+
+
 def pad_to_simd(x: Tensor) -> Tensor:
     """Return ``x`` with rows padded with zeros to a multiple of ``LANES``; rows are contiguous."""
     size = x.shape[-1]

@@ -14,9 +14,10 @@ from attnzoo.contract.implementation import implementations
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import AttentionOutput
 from attnzoo.errors import UnsupportedError
-from attnzoo.ops.features.functional import MapWeights, widen
+from attnzoo.ops.features.functional import MapWeights
 from attnzoo.ops.hybrid.api import LinearBranch
 from attnzoo.ops.longformer.call import GlobalTokens
+from attnzoo.runtime.kernel_calls import widen
 
 H, HKV, D, E = 4, 2, 6, 5
 SELF = [(0, 4, 4), (0, 1, 1), (0, 130, 130), (2, 0, 0), (0, 0, 0)]  # rows, queries, keys

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from attnzoo import ops
 from attnzoo.contract.masks import AttentionMask
-from attnzoo.ops.hybrid.state import LinearBranch
+from attnzoo.ops.hybrid.parts import LinearBranch
 
 B, H, HKV, T = 2, 4, 2, 40
 CAUSAL = AttentionMask(causal=True)

@@ -19,7 +19,7 @@ from attnzoo.ops.features.random_features import (
 )
 from attnzoo.ops.hybrid.api import LinearBranch
 from attnzoo.ops.linear.context_parallel import decayed_sums
-from attnzoo.ops.linear.cpu.call import LINEAR
+from attnzoo.ops.linear.cpu.linear import LINEAR
 from attnzoo.runtime import cpp
 from tests.ops import table
 

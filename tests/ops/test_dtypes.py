@@ -11,7 +11,7 @@ from attnzoo.backends.feature_maps.base import FEATURE_MAPS
 from attnzoo.backends.gates.base import GATES
 from attnzoo.contract.config import Geometry
 from attnzoo.contract.masks import AttentionMask
-from attnzoo.ops.hybrid.state import LinearBranch
+from attnzoo.ops.hybrid.parts import LinearBranch
 from attnzoo.registry import build_backend
 from tests.helpers import by_sequence
 from tests.ops import table

@@ -11,7 +11,7 @@ import torch
 from attnzoo import ops
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.ops.features.functional import MapWeights
-from attnzoo.ops.hybrid.state import LinearBranch
+from attnzoo.ops.hybrid.parts import LinearBranch
 from tests.helpers import by_sequence
 
 B, H, HKV, T, D, F = 2, 4, 2, 40, 16, 32

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attnzoo import ops
-from attnzoo.ops.hybrid.state import LinearBranch
+from attnzoo.ops.hybrid.parts import LinearBranch
 from tests.helpers import in_form
 
 B, H, HKV, T, D = 1, 4, 2, 256, 8

@@ -11,7 +11,7 @@ from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import DeltaState, LinearState, MatrixState, StabilizedState
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.features.functional import MapWeights
-from attnzoo.ops.hybrid.state import HybridState, LinearBranch
+from attnzoo.ops.hybrid.parts import HybridState, LinearBranch
 from attnzoo.ops.longformer.call import GlobalTokens
 
 B, H, HKV, T, D, E, N = 3, 6, 3, 10, 8, 7, 16  # one less of each is not broadcastable either

@@ -31,7 +31,8 @@ from attnzoo.errors import (
     did_you_mean,
     short_repr,
 )
-from attnzoo.ops.features.functional import FIXED, widen
+from attnzoo.ops.features.functional import FIXED
+from attnzoo.runtime.kernel_calls import widen
 
 
 class FeatureMap(nn.Module):

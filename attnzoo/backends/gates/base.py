@@ -28,7 +28,7 @@ from attnzoo.errors import (
     did_you_mean,
     short_repr,
 )
-from attnzoo.ops.features.functional import widen
+from attnzoo.runtime.kernel_calls import widen
 
 
 class GateModule(nn.Module):

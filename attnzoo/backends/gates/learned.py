@@ -24,7 +24,8 @@ from attnzoo.backends.gates.base import (
     register_gate,
 )
 from attnzoo.contract.config import BackendConfig, Geometry
-from attnzoo.ops.features.functional import softplus_of_heads, widen
+from attnzoo.ops.features.functional import softplus_of_heads
+from attnzoo.runtime.kernel_calls import widen
 
 # Initial decay of a token in the delta rule's gates: the state keeps 1/e after 512 tokens
 DELTA_RATE = 1 / 512

@@ -25,10 +25,11 @@ from attnzoo.backends.gates.base import (
 )
 from attnzoo.contract.config import BackendConfig, Geometry
 from attnzoo.contract.states import AttentionOutput
-from attnzoo.ops.features.functional import softplus_of_heads, widen
+from attnzoo.ops.features.functional import softplus_of_heads
 from attnzoo.ops.gated.matrix_gate import TakeTokens, matrix_gated_attention
 from attnzoo.ops.gated.mlstm import mlstm_attention
 from attnzoo.ops.gated.rwkv6 import rwkv6_attention
+from attnzoo.runtime.kernel_calls import widen
 
 LogDecay = Callable[[TakeTokens], Tensor]  # of the tokens that it takes
 

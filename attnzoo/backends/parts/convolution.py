@@ -18,7 +18,7 @@ from attnzoo.contract.context_parallel import latest_before
 from attnzoo.contract.inputs import AttentionInputs
 from attnzoo.contract.states import put_slots, read_slots
 from attnzoo.ops.convolution import causal_convolution, last_tokens
-from attnzoo.ops.features.functional import widen
+from attnzoo.runtime.kernel_calls import widen
 
 
 class EarlierTokens(NamedTuple):

@@ -30,7 +30,7 @@ from attnzoo.contract.states import AttentionOutput
 from attnzoo.errors import ConfigError, UnsupportedError
 from attnzoo.ops.features.functional import MapWeights
 from attnzoo.ops.hybrid.api import run_hybrid_attention
-from attnzoo.ops.hybrid.state import HybridInputs, LinearBranch, with_window
+from attnzoo.ops.hybrid.parts import HybridInputs, LinearBranch, with_window
 from attnzoo.ops.linear.api import run_linear_attention
 from attnzoo.ops.linear.common import LinearInputs
 from attnzoo.runtime.kernel_calls import autocast_disabled

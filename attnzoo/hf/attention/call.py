@@ -122,6 +122,21 @@ class ForwardArguments:
         return None
 
 
+class ModelHook(ForwardArguments):
+    """A forward pre-hook on a model that changes a call in which one of some arguments is given."""
+
+    reads: tuple[str, ...]  # their names
+    change: Callable[..., Any]
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return other arguments; ``None`` leaves them as they are."""
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        for name in self.reads:
+            if given.get(name) is not None:
+                return self.change(model, args, kwargs)
+        return None
+
+
 class LayerHook(ForwardArguments):
     """A forward pre-hook that keeps an attention module's arguments for its attention function."""
 

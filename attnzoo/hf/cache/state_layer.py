@@ -466,7 +466,8 @@ def state_layer(cache: Cache, module: nn.Module, backend: AttentionBackend) -> S
 
 def _refuse_growing_state(cache: Cache, layer: Any, backend: AttentionBackend) -> None:
     """Raise if a cache is to be quantised or offloaded, and a state that grows would not be."""
-    asked = "quantized" if seam.is_quantized(layer) else "offloaded" if cache.offloading else ""
+    is_quantized = hasattr(layer, seam.QUANTIZE)
+    asked = "quantized" if is_quantized else "offloaded" if cache.offloading else ""
     if asked:
         raise UnsupportedError(
             f"{backend.geometry.name}: the cache is {asked}, which the state of backend "

@@ -22,7 +22,7 @@ from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.padding import values_are_known
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf import seam
-from attnzoo.hf.attention.call import ForwardArguments, layer_backend
+from attnzoo.hf.attention.call import ModelHook, layer_backend
 from attnzoo.hf.attention.packing import (
     Packing,
     add_position_starts,
@@ -44,7 +44,7 @@ TAKES_NONE = (
 ADVICE = "pass neither attention_mask, if all tokens are real, nor a cache (use_cache=False)"
 
 
-class PositionHook(ForwardArguments):
+class PositionHook(ModelHook):
     """A forward pre-hook on a model that adds positions, or the documents that they separate.
 
     It reads the borders of documents once per call, from the packing arguments and the positions,
@@ -55,6 +55,8 @@ class PositionHook(ForwardArguments):
         layers: The backends of its layers.
         config: Of a swapped layer; says whether the swap runs.
     """
+
+    reads = (*seam.ATTENTION_MASK, "position_ids", *Packing._fields)
 
     def __init__(self, model: Any, layers: list[Any], config: Any) -> None:
         super().__init__(type(model).forward)
@@ -72,7 +74,7 @@ class PositionHook(ForwardArguments):
         self.recurrent = seam.has_recurrent_layers(model)  # a DocumentHook serves all its layers
         self.first = first_position(model)
 
-    def __call__(
+    def change(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Return other arguments; ``None`` leaves them as they are.

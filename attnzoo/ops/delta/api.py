@@ -58,9 +58,9 @@ from attnzoo.ops.delta.triton.run import (
     triton_reasons,
     triton_verdict,
 )
-from attnzoo.ops.linear.common import state_dtype, widen_shared
+from attnzoo.ops.linear.common import widen_shared
 from attnzoo.ops.linear.validation import check_log_decay
-from attnzoo.runtime.kernel_calls import autocast_disabled
+from attnzoo.runtime.kernel_calls import autocast_disabled, state_dtype
 
 
 def delta_attention(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import DeltaState
-from attnzoo.ops.linear.common import state_dtype
+from attnzoo.runtime.kernel_calls import state_dtype
 
 CHUNK_SIZE = 64  # tokens per chunk, unless the call sets it
 NORM_EPS = 1e-6  # added to squared norms, as in the papers' code

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.runtime.kernel_calls import map_token_blocks
+from attnzoo.runtime.kernel_calls import map_token_blocks, widen
 
 # Added to relu, because a row of zeros has no normaliser and no gradient. The value is that of the
 # ReLU kernel in Performer's code (arXiv:2009.14794).
@@ -29,11 +29,6 @@ RELU_FLOOR = 1e-3
 EXP_BOUND = 30.0
 
 MIN_NORM = 1e-6  # a smaller norm of a row is replaced by it, so that rows of zeros stay zero
-
-
-def widen(x: Tensor) -> Tensor:
-    """Return ``x`` in float32, or unchanged if it is float64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def softplus_of_heads(logits: Tensor) -> Tensor:

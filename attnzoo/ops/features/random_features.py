@@ -20,7 +20,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from attnzoo.ops.features.functional import widen
+from attnzoo.runtime.kernel_calls import widen
 
 # Largest exponent of a key's feature if the maximum of all keys is unknown. exp(60) is 1e26: 1e7
 # such keys times values of 1e4 sum to 1e37, within float32.

@@ -23,7 +23,7 @@ from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import AttentionOutput, MatrixState, run_at_slots
 from attnzoo.contract.validation import check_shape, empty_output, is_empty_call
 from attnzoo.ops.gated.common import check_gated
-from attnzoo.ops.linear.common import state_dtype
+from attnzoo.runtime.kernel_calls import state_dtype
 
 BLOCK = 16  # tokens whose gates are computed at once
 

@@ -20,7 +20,6 @@ from attnzoo.contract.context_parallel import (
 from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import AttentionOutput, LinearState, StabilizedState
 from attnzoo.contract.validation import check_shape
-from attnzoo.ops.features.functional import widen
 from attnzoo.ops.gated.common import (
     LOWEST_STABILIZER,
     attend_at_slots,
@@ -29,8 +28,12 @@ from attnzoo.ops.gated.common import (
     run_gated_step,
 )
 from attnzoo.ops.linear.api import linear_attention
-from attnzoo.ops.linear.common import LinearInputs, StepGate, state_dtype
+from attnzoo.ops.linear.common import (
+    LinearInputs,
+    StepGate,
+)
 from attnzoo.ops.linear.torch import LOWEST_LOG_DECAY
+from attnzoo.runtime.kernel_calls import state_dtype, widen
 
 
 def mlstm_attention(

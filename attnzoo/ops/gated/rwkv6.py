@@ -12,7 +12,6 @@ from attnzoo.contract.context_parallel import SequenceShard
 from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import AttentionOutput, LinearState
 from attnzoo.contract.validation import check_shape
-from attnzoo.ops.features.functional import widen
 from attnzoo.ops.gated.common import (
     attend_at_slots,
     check_gated,
@@ -20,9 +19,13 @@ from attnzoo.ops.gated.common import (
     run_gated_step,
 )
 from attnzoo.ops.linear.api import linear_attention
-from attnzoo.ops.linear.common import LinearInputs, StepGate, state_dtype
+from attnzoo.ops.linear.common import (
+    LinearInputs,
+    StepGate,
+)
 from attnzoo.ops.linear.context_parallel import state_from_earlier_ranks
 from attnzoo.ops.linear.validation import check_is_log_decay
+from attnzoo.runtime.kernel_calls import state_dtype, widen
 
 
 def rwkv6_attention(

@@ -52,20 +52,22 @@ from attnzoo.contract.validation import (
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.features.functional import num_features
 from attnzoo.ops.hybrid.cpu.hybrid_step import hybrid_step_cpp, step_cpp_reasons
-from attnzoo.ops.hybrid.parts import run_cpp, run_torch, sums_torch
-from attnzoo.ops.hybrid.reference import run_reference
-from attnzoo.ops.hybrid.state import (
+from attnzoo.ops.hybrid.parts import (
     HybridInputs,
     HybridState,
     StepInputs,
     empty_state,
     next_state,
     oldest_first,
+    run_cpp,
+    run_torch,
     state_before_shard,
+    sums_torch,
 )
-from attnzoo.ops.hybrid.state import (
+from attnzoo.ops.hybrid.parts import (
     LinearBranch as LinearBranch,
 )
+from attnzoo.ops.hybrid.reference import run_reference
 from attnzoo.ops.hybrid.step import hybrid_step, step_reasons
 from attnzoo.ops.hybrid.triton.run import (
     hybrid_triton_reasons,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.contract.states import LinearState
-from attnzoo.ops.hybrid.state import HybridInputs
+from attnzoo.ops.hybrid.parts import HybridInputs
 
 LOWEST_LOG_DECAY = -1e4  # its exponential is 0; sums of -inf would give NaN
 LOWEST_SCORE = -1e30  # of a key that a query does not see; finite, so that gradients are

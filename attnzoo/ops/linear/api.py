@@ -40,7 +40,6 @@ from attnzoo.ops.linear.common import (
     like_features,
     map_inputs,
     on_rows,
-    state_dtype,
     widen_shared,
 )
 from attnzoo.ops.linear.context_parallel import state_from_earlier_ranks
@@ -54,7 +53,7 @@ from attnzoo.ops.linear.validation import (
     check_log_decay,
     check_state,
 )
-from attnzoo.runtime.kernel_calls import autocast_disabled
+from attnzoo.runtime.kernel_calls import autocast_disabled, state_dtype
 
 
 def linear_attention(

@@ -21,9 +21,8 @@ from attnzoo.ops.features.functional import (
     MapWeights,
     map_features,
     num_features,
-    widen,
 )
-from attnzoo.runtime.kernel_calls import autocast_disabled
+from attnzoo.runtime.kernel_calls import autocast_disabled, state_dtype, widen
 
 CHUNK_SIZE = 64  # tokens per chunk, unless the call sets it
 
@@ -134,11 +133,6 @@ def widen_shared(log_decay: Tensor) -> Tensor:
     return widen(log_decay) if log_decay.dim() == 1 else log_decay
 
 
-def state_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
-    """Return the dtype of the sums: float64 if any input is float64, else float32."""
-    return torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
-
-
 # -- feature maps that implementations apply -------------------------------------------------------
 
 
@@ -196,14 +190,3 @@ def map_inputs(x: LinearInputs) -> LinearInputs:
     q = map_features(q, *options, of_keys=False)
     k = map_features(k, *options, of_keys=True)
     return x._replace(q=q, k=k, feature_map="identity", map_weights=None)
-
-
-def matrices(name: str, weights: MapWeights, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-    """Return the matrices ``[H, N, D]`` of queries and keys, and their biases ``[H, N]``."""
-    q, k, q_bias, k_bias = weights.q.to(dtype), weights.k.to(dtype), weights.q_bias, weights.k_bias
-    if LEARNED[name].is_residual:
-        identity = torch.eye(q.shape[1], dtype=dtype, device=q.device)
-        q, k = q + identity, k + identity
-    if q_bias is None or k_bias is None:
-        return q.contiguous(), k.contiguous(), None, None
-    return q.contiguous(), k.contiguous(), *(x.to(dtype).contiguous() for x in (q_bias, k_bias))

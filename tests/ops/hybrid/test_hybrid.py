@@ -10,7 +10,7 @@ from attnzoo.contract.sequences import Sequences
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.features.functional import FIXED, MapWeights
 from attnzoo.ops.hybrid.api import LinearBranch, hybrid_attention
-from attnzoo.ops.hybrid.state import HybridState
+from attnzoo.ops.hybrid.parts import HybridState
 from attnzoo.ops.softmax.api import softmax_attention
 from tests.kernel_device import nan_in_uninitialized_memory
 

@@ -14,7 +14,7 @@ from triton.runtime.interpreter import GridExecutor
 from attnzoo.contract.sequences import Sequences
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.hybrid.api import hybrid_attention
-from attnzoo.ops.hybrid.state import HybridState, LinearBranch
+from attnzoo.ops.hybrid.parts import HybridState, LinearBranch
 from attnzoo.ops.hybrid.triton.custom_op import hybrid_triton, hybrid_triton_backward
 from attnzoo.ops.hybrid.triton.step import hybrid_triton_step_
 from attnzoo.ops.linear.triton import launch

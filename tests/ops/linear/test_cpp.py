@@ -11,8 +11,7 @@ from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import LinearState
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.linear.api import linear_attention
-from attnzoo.ops.linear.cpu.call import LINEAR
-from attnzoo.ops.linear.cpu.linear import linear_cpp, linear_cpp_backward, weighted_sums
+from attnzoo.ops.linear.cpu.linear import LINEAR, linear_cpp, linear_cpp_backward, weighted_sums
 from attnzoo.registry import build_backend
 from attnzoo.runtime import cpp
 from tests.helpers import check_operator, nan_surrounded

@@ -10,7 +10,7 @@ from attnzoo.errors import UnsupportedError
 from attnzoo.ops.features.functional import LEARNED, NAMES, MapWeights
 from attnzoo.ops.hybrid.api import LinearBranch, hybrid_attention
 from attnzoo.ops.linear.api import linear_attention
-from attnzoo.ops.linear.cpu.call import LINEAR
+from attnzoo.ops.linear.cpu.linear import LINEAR
 from attnzoo.registry import build_backend
 from attnzoo.runtime import cpp
 from tests.ops.linear.test_cpp import fill_gaps, make_sequences, run_alone

@@ -10,7 +10,7 @@ from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import LinearState
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.linear.api import linear_attention
-from attnzoo.ops.linear.cpu.call import LINEAR
+from attnzoo.ops.linear.cpu.linear import LINEAR
 from attnzoo.runtime import cpp
 from tests.helpers import (
     assert_within,

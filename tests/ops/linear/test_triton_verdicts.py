@@ -16,7 +16,7 @@ from attnzoo.ops import linear_attention
 from attnzoo.ops.block_sparse.triton import check as check_sparse
 from attnzoo.ops.delta.triton import check as check_delta
 from attnzoo.ops.hybrid import api as window_hybrid
-from attnzoo.ops.hybrid.state import LinearBranch
+from attnzoo.ops.hybrid.parts import LinearBranch
 from attnzoo.ops.hybrid.triton import check as check_hybrid
 from attnzoo.ops.hybrid.triton import custom_op as hybrid_op
 from attnzoo.ops.hybrid.triton import step as hybrid_step

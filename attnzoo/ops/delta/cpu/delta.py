@@ -18,7 +18,7 @@ from torch import Tensor
 from attnzoo.contract.sequences import NO_BOUNDS, bounds_of, refuse_sequences
 from attnzoo.contract.states import DeltaState, refuse_slots, run_on_slots
 from attnzoo.ops.delta.common import NORM_EPS, DeltaInputs, Result, normalized
-from attnzoo.ops.linear.common import log_decay_per_token, state_dtype
+from attnzoo.ops.linear.common import log_decay_per_token
 from attnzoo.runtime import cpp
 from attnzoo.runtime.cpp.layout import Function
 from attnzoo.runtime.kernel_calls import (
@@ -30,6 +30,7 @@ from attnzoo.runtime.kernel_calls import (
     is_plain_call,
     pad_to_simd,
     rows_in,
+    state_dtype,
     unpad,
     with_contiguous_states,
 )

@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from attnzoo.contract.states import refuse_slots, wrong_slot
 from attnzoo.errors import UnsupportedError, short_repr
 from attnzoo.ops.features.functional import SCALED, map_features
-from attnzoo.ops.hybrid.state import HybridState, StepInputs, StepResult
-from attnzoo.ops.linear.cpu.call import MAP_NAMES, map_numbers
+from attnzoo.ops.hybrid.parts import HybridState, StepInputs, StepResult
+from attnzoo.ops.linear.cpu.linear import MAP_NAMES, map_numbers
 from attnzoo.runtime import cpp
 from attnzoo.runtime.cpp.layout import Function
 from attnzoo.runtime.kernel_calls import is_plain_call, rows_in, with_contiguous_states

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attnzoo.contract.sequences import Sequences
 from attnzoo.ops.hybrid.api import hybrid_attention
-from attnzoo.ops.hybrid.state import HybridState, LinearBranch
+from attnzoo.ops.hybrid.parts import HybridState, LinearBranch
 from attnzoo.ops.linear.triton.check import (
     compute_twice,
     nan_padded,

@@ -12,7 +12,11 @@ from torch import Tensor
 from attnzoo.contract.states import LinearState, check_slots
 from attnzoo.ops.hybrid.parts import (
     MIN_WEIGHT,
+    HybridInputs,
+    HybridState,
     PartsResult,
+    StepInputs,
+    StepResult,
     combine_kernels,
     entering_keys,
     lagged,
@@ -21,7 +25,6 @@ from attnzoo.ops.hybrid.parts import (
     linear_sums,
     sums_triton,
 )
-from attnzoo.ops.hybrid.state import HybridInputs, HybridState, StepInputs, StepResult
 from attnzoo.ops.hybrid.step import at_slots, step_reasons
 from attnzoo.ops.linear.triton.run import round_features, triton_reasons
 from attnzoo.ops.linear.triton.verdicts import kernel_verdict

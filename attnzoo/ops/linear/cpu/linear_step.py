@@ -14,7 +14,7 @@ from torch import Tensor
 from attnzoo.contract.states import LinearState, refuse_slots
 from attnzoo.ops.features.functional import FIXED, SCALED
 from attnzoo.ops.linear.common import LinearInputs, Result, StepGate, map_inputs
-from attnzoo.ops.linear.cpu.call import MAP_NAMES, map_numbers
+from attnzoo.ops.linear.cpu.linear import MAP_NAMES, map_numbers
 from attnzoo.runtime import cpp
 from attnzoo.runtime.cpp.layout import Function
 from attnzoo.runtime.kernel_calls import (
