@@ -7,7 +7,6 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain, islice, pairwise, repeat
 from typing import Any, NamedTuple, Self
 
@@ -105,7 +104,7 @@ def format_backend(name: str, options: Mapping[str, Any]) -> str:
     return f"{name}:{','.join(parts)}".rstrip(":")
 
 
-def _layer_spec(value: object, where: str, allow_import: bool) -> LayerSpec:
+def _layer_spec(value: object, where: str) -> LayerSpec:
     """Return an entry from one of its forms, validated.
 
     They are ``"flash"``, ``"flash:window=64"`` and ``{"backend": "flash", "options": {...}}``.
@@ -136,7 +135,7 @@ def _layer_spec(value: object, where: str, allow_import: bool) -> LayerSpec:
             )
         options = {**parsed["options"], **options}
     config_class = get_backend(name).config_class
-    config = config_class.from_options(name, options, allow_import=allow_import)
+    config = config_class.from_options(name, options)
     return LayerSpec(name, config.changed_options(), config)
 
 
@@ -249,8 +248,7 @@ class AttentionSpec:
             submodule, ``"decoder.0-1"``; or the end of a module name, ``"encoder_attn"``.
         else_: The backend, in the same form, for layers that the selected backend does not support
             (cross-attention, a sliding window); without it, such a layer is an error.
-        **options: Options of ``backend``. A feature map may be a function, a class, or
-            ``"module:name"``, which is imported; a saved spec contains a registered name.
+        **options: Options of ``backend``.
 
     Raises:
         UnknownBackendError: No backend has this name.
@@ -271,15 +269,13 @@ class AttentionSpec:
         else_: Any | None = None,
         **options: Any,
     ) -> None:
-        self._read(backend, options, layers, else_, allow_import=True)
+        self._read(backend, options, layers, else_)
 
-    def _read(
-        self, backend: object, options: object, layers: object, else_: object, *, allow_import: bool
-    ) -> None:
+    def _read(self, backend: object, options: object, layers: object, else_: object) -> None:
         """Validate and store all parts."""
         whole = {"backend": backend, "options": options}
-        self.default = _layer_spec(whole, "The spec", allow_import)
-        self.else_ = None if else_ is None else _layer_spec(else_, '"else"', allow_import)
+        self.default = _layer_spec(whole, "The spec")
+        self.else_ = None if else_ is None else _layer_spec(else_, '"else"')
         if layers is not None and not isinstance(layers, Mapping):
             raise SpecError(
                 'layers must map layer numbers to backends, such as {"0-1": "flash"}, '
@@ -290,7 +286,7 @@ class AttentionSpec:
         plain: list[tuple[range, str]] = []
         for given, value in (layers or {}).items():
             text = str(given)
-            self.layers[text] = _layer_spec(value, f"layers[{short_repr(given)}]", allow_import)
+            self.layers[text] = _layer_spec(value, f"layers[{short_repr(given)}]")
             key = self._keys[text] = LayerKey.read(text)
             plain += [] if key.part else [(numbers, text) for numbers in key.numbers or ()]
         plain.sort(key=lambda named: named[0].start)
@@ -345,15 +341,13 @@ class AttentionSpec:
         return data
 
     @classmethod
-    def from_dict(cls, data: object, *, allow_import: bool = False) -> Self:
+    def from_dict(cls, data: object) -> Self:
         """Return the spec of plain data, such as a saved config, without importing code by name.
 
         Names refer to registered backends, feature maps and gates, and to installed plugins.
 
         Args:
             data: The return value of :meth:`to_dict`.
-            allow_import: Whether ``"module:name"`` is imported too, as in ``AttentionSpec(...)``;
-                only for data of a trusted source.
 
         Raises:
             SpecError: The data is malformed, or has a newer version.
@@ -378,12 +372,12 @@ class AttentionSpec:
         _refuse_unknown_keys(data, "The spec", _KEYS)
         spec = cls.__new__(cls)  # options are one mapping, so that none is taken for an argument
         parts = (data["backend"], data.get("options"), data.get("layers"), data.get("else"))
-        spec._read(*parts, allow_import=allow_import)
+        spec._read(*parts)
         return spec
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as plain data, which the loading process validates."""
-        return partial(type(self).from_dict, allow_import=True), (self.to_dict(),)
+        return type(self).from_dict, (self.to_dict(),)
 
     def __eq__(self, other: object) -> bool:
         """Return whether both specs have the same plain data."""

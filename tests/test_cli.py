@@ -106,7 +106,7 @@ def test_swap_writes_a_model_that_loads(monkeypatch, capsys, saved, tmp_path):
         (["--attention", "linear", "--layers", "7=flash"], "layer 7"),
         (["--attention", "linear", "--layers", "1-0=flash"], "are invalid"),
         (["--attention", "flash:window=0"], "at least 1"),
-        (["--attention", "linear:feature_map=this:square"], "does not import code"),
+        (["--attention", "linear:feature_map=this:square"], "No feature map is called"),
     ],
 )
 def test_mistakes_are_one_message_and_write_nothing(

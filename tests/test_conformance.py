@@ -44,8 +44,8 @@ BUILTIN = [
         "gated_linear",
         {"gate": "hgrn2", "feature_map": "random", "num_features": 16, "chunk_size": 32},
     ),
-    ("gated_linear", {"gate": "rwkv6", "feature_map": "t2r", "chunk_size": 32}),
-    ("gated_linear", {"gate": "mlstm", "feature_map": "hedgehog_joint", "chunk_size": 32}),
+    ("gated_linear", {"gate": "rwkv6", "feature_map": "relu", "chunk_size": 32}),
+    ("gated_linear", {"gate": "mlstm", "feature_map": "hedgehog", "chunk_size": 32}),
     ("delta", {}),
     (
         "delta",

@@ -182,6 +182,6 @@ class GatedLinearBackend(FeatureMapBackend):
             "shard": inputs.shard,
             "reuse_state": inputs.reuse_state,
         }
-        for name in (*self.recurrence.fixed_options, *self.recurrence.other_options):
+        for name in self.recurrence.fixed_options:
             del options[name]
         return self.recurrence.op(q, k, inputs.v, **self.gate(inputs.hidden_states), **options)

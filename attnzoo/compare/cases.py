@@ -165,8 +165,8 @@ def _prefill_chunks(length: int) -> Iterator[int]:
 
 
 def _spec(case: CostCase) -> AttentionSpec:
-    """Return the spec of a case; feature maps that the caller named by module are imported here."""
-    return AttentionSpec.from_dict(case.spec, allow_import=True)
+    """Return the spec of a case."""
+    return AttentionSpec.from_dict(case.spec)
 
 
 def _backend(case: CostCase, info: ModelInfo) -> Any:

@@ -117,23 +117,12 @@ class BackendConfig:
         return impl_names(*cls.ops) if cls.ops else ("auto", "reference")
 
     @classmethod
-    def import_options(cls, options: Mapping[str, Any]) -> None:
-        """Import the objects that options name as ``"module:name"``; not called for saved specs.
-
-        Raises:
-            ConfigError: An object cannot be imported.
-        """
-
-    @classmethod
-    def from_options(
-        cls, backend: str, options: Mapping[str, Any], *, allow_import: bool = False
-    ) -> Self:
+    def from_options(cls, backend: str, options: Mapping[str, Any]) -> Self:
         """Return the config with the given options, which are plain data as in a spec.
 
         Args:
             backend: Name of the backend, for error messages.
             options: Option names and values.
-            allow_import: Whether an option may name an object to import, as ``"module:name"``.
 
         Raises:
             ConfigError: An option has an unknown name, a wrong type or an invalid value.
@@ -147,8 +136,6 @@ class BackendConfig:
                     f"Its options are: {', '.join(known)}."
                 )
         try:
-            if allow_import:
-                cls.import_options(options)
             return cls(**options)
         except ConfigError as error:
             raise ConfigError(f"Backend {backend!r}: {error}") from None

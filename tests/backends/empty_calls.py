@@ -51,7 +51,7 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     *(("gated_linear", {"gate": gate}) for gate in GATES),
     *(("linear", {"feature_map": name}) for name in LEARNED if name != "learned_linear"),
     ("linear", {"feature_map": "learned_linear", "normalize": False}),
-    *(("linear", {"feature_map": name, "window": 4}) for name in ("hedgehog", "t2r")),
+    *(("linear", {"feature_map": name, "window": 4}) for name in ("hedgehog", "relu")),
     ("delta", {}),
     ("delta", {"window": 4}),
     ("delta", {"short_convolution": 3}),
@@ -116,7 +116,7 @@ def call_backend(name: str, options: dict[str, Any], causal: bool, batch: int, l
         found = gradients(backend)
         assert set(found) == trained  # data-parallel training waits for those of other ranks
         assert not any(gradient.any() for gradient in found.values())
-    no_matrix = options.get("gate") in ("matrix", "mamba"), "short_convolution" in options
+    no_matrix = options.get("gate") == "matrix", "short_convolution" in options
     if not any(no_matrix) and not options.get("global_projections"):
         call = {"hidden_states": hidden, "return_weights": True}
         weights = backend(*tensors(batch, length), **call).weights

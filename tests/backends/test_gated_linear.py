@@ -26,7 +26,7 @@ def inputs(length, dtype=torch.float64, batch=2):
 
 GATES = ["retnet", "alibi", "gated_retention", "gla", "mamba2", "hgrn2"]  # only decay the state
 LEARNED = ["gated_retention", "gla", "mamba2", "hgrn2"]
-OWN_RECURRENCE = ["rwkv6", "mlstm", "matrix", "mamba"]  # gates with a recurrence of their own
+OWN_RECURRENCE = ["rwkv6", "mlstm", "matrix"]  # gates with a recurrence of their own
 
 
 def build_gated(dtype=torch.float64, *, strong=True, **options):
@@ -298,62 +298,12 @@ def test_output_equals_the_recurrence(gate, feature_map):
                 decay = torch.sigmoid(logits.view(2, HKV, features, E) + w["bias"]) ** (1 / 16)
                 kv, z = decay * kv + new, decay * z + k[:, :, t, :, None]
                 kv_read, z_read = kv, z
-            case "mamba":  # h = exp(delta A) h + delta B x, per pair of channels
-                logits = hidden[:, t] @ w["down"].mT @ w["up"].mT
-                delta = (1 + (logits.view(2, HKV, E) + w["bias"]).exp()).log()[:, :, None]
-                decay = (-delta * w["log_rate"].exp()).exp()
-                kv = decay * kv + delta * new
-                z = decay * z + delta * k[:, :, t, :, None]
-                kv_read, z_read = kv, z
         rows = q[:, :, t].unflatten(1, (HKV, group))
-        denominator = rows @ z_read + (backend.config.eps if gate == "mamba" else 0)
+        denominator = rows @ z_read
         out = rows @ kv_read / (denominator.abs().clamp(min=1) if gate == "mlstm" else denominator)
         outs.append(out.flatten(1, 2))
     ours = backend(*x, hidden_states=hidden).out
     torch.testing.assert_close(ours, torch.stack(outs, 2))
-
-
-@torch.no_grad()
-def test_mamba_equals_the_selective_scan_of_transformers():
-    """With one head: the key is B, the query C, and the values are the input of the scan."""
-    from transformers import MambaConfig
-    from transformers.models.mamba.modeling_mamba import MambaMixer
-
-    states, channels, length = 5, 6, 17
-    config = MambaConfig(
-        hidden_size=3, state_size=states, expand=2, time_step_rank=2, conv_kernel=2
-    )
-    mixer = MambaMixer(config, layer_idx=0).double().eval()
-    for parameter in mixer.parameters():
-        parameter.copy_(torch.randn_like(parameter))
-    mixer.D.zero_()  # the skip connection
-    backend = build_backend(
-        "gated_linear",
-        {"gate": "mamba", "feature_map": "identity", "normalize": False},
-        Geometry(
-            num_heads=1,
-            num_key_heads=1,
-            head_dim=states,
-            value_dim=channels,
-            hidden_size=channels,
-            scale=1.0,
-        ),
-    ).double()
-    gate = backend.gate
-    for parameter in (gate.down, gate.up):
-        parameter.zero_()
-    gate.down[:2] = mixer.x_proj.weight[:2]
-    gate.up[:, :2] = mixer.dt_proj.weight
-    gate.bias.copy_(mixer.dt_proj.bias[None])
-    gate.log_rate.copy_(mixer.A_log.mT[None])
-    inputs = torch.randn(2, length, 3, dtype=torch.float64)
-    x, z = mixer.in_proj(inputs).chunk(2, -1)
-    x = nn.functional.silu(mixer.conv1d(x.mT)[..., :length]).mT
-    _, key, query = mixer.x_proj(x).split([2, states, states], -1)
-    scan = backend(query[:, None], key[:, None], x[:, None], hidden_states=x).out[:, 0]
-    ours = mixer.out_proj(scan * nn.functional.silu(z))
-    theirs = mixer(inputs)
-    assert_close_to_float32(ours, theirs)  # transformers' scan is float32
 
 
 @pytest.mark.parametrize(  # the decays of retnet and alibi are constants
@@ -365,11 +315,9 @@ def test_initial_gates_have_a_long_memory(gate):
     state = backend(*x, hidden_states=hidden, return_state=True).state
     k = backend.feature_map.keys(x[1], 1.0)
     sums = state.k * (state.m.exp()[..., None] if gate == "mlstm" else 1)
-    sums = sums[..., 0] if gate in ("matrix", "mamba") else sums
+    sums = sums[..., 0] if gate == "matrix" else sums
     if gate in ("mamba2", "hgrn2"):
         sums = sums / key_factor(backend, hidden, D).flatten()[0]
-    if gate == "mamba":
-        sums = sums / torch.nn.functional.softplus(backend.gate.bias[0, 0])
     fraction = sums / k.sum(2)
     assert fraction.min() > 0.75
     assert fraction.max() <= 1 + 1e-9
@@ -539,15 +487,6 @@ def test_initial_memory_of_learned_gates():
                 "gate.down": (16, M),
                 "gate.up": (HKV * D * E, 16),
                 "gate.bias": (HKV, D, E),
-            },
-        ),
-        (
-            "mamba",
-            {
-                "gate.down": (16, M),
-                "gate.up": (HKV * E, 16),
-                "gate.bias": (HKV, E),
-                "gate.log_rate": (HKV, D, E),
             },
         ),
     ],

@@ -15,7 +15,6 @@ from transformers import (
 )
 
 import attnzoo
-from attnzoo.backends.feature_maps import base as feature_maps
 from attnzoo.commands.compare import parse_lengths
 from attnzoo.compare import run as run_module
 from attnzoo.compare.report import group_curves, qualities, quality_table, unable, write_report
@@ -68,24 +67,6 @@ def in_process(monkeypatch):
             return {"status": REFUSED, "reason": str(error)}
 
     monkeypatch.setattr(Workers, "run", run)
-
-
-@pytest.fixture
-def own_map(tmp_path, monkeypatch):
-    """The name of a custom feature map, in a module that can be imported."""
-    (tmp_path / "compared_maps.py").write_text("def square(x):\n    return x * x\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    known = dict(feature_maps.FEATURE_MAPS)  # with our own registered
-    monkeypatch.setattr(feature_maps, "FEATURE_MAPS", known)
-    return "compared_maps:square"
-
-
-def test_custom_feature_maps_are_compared(llama, own_map, tmp_path):
-    """Their cases run in other processes, which import what the caller named."""
-    specs = [AttentionSpec("linear", feature_map=own_map)]
-    config = compare_config(llama, tmp_path / "out", specs=specs, lengths=[64], levels=["op"])
-    rows = [row for row in compare(config) if row["spec"]["backend"] == "linear"]
-    assert [row["status"] for row in rows] == [OK], rows
 
 
 def compare_config(model, out, **given):

@@ -25,7 +25,7 @@ from tests import helpers
 B, H, HKV, D, M, T = 2, 4, 2, 8, 16, 48
 PLAIN, LEFT, RIGHT, HOLES, PACKED = "plain", "left", "right", "holes", "packed"
 ALL = (PLAIN, LEFT, RIGHT, HOLES, PACKED)
-GATES = ("retnet", "gated_retention", "mamba2", "gla", "hgrn2", "rwkv6", "mlstm", "matrix", "mamba")
+GATES = ("retnet", "gated_retention", "mamba2", "gla", "hgrn2", "rwkv6", "mlstm", "matrix")
 HEADS = {"window": [3, 3, 9, 9], "dilation": [1, 2, 1, 2]}
 CASES = {
     "linear": ("linear", {"feature_map": "hedgehog"}, True, ALL),

@@ -86,13 +86,11 @@ def rwkv6(q, k, v, decay, bonus, **options):
     )
 
 
-def matrix(q, k, v, decay, weights, bias, **options):
+def matrix(q, k, v, decay, bias, **options):
     def log_decay(take):
         return gate(take(decay, 2)[..., None]) + gate(bias[:, None])
 
-    return ops.matrix_gated_attention(
-        q, k, v, log_decay=log_decay, value_weights=weights, **options
-    )
+    return ops.matrix_gated_attention(q, k, v, log_decay=log_decay, **options)
 
 
 class Case(NamedTuple):
@@ -200,9 +198,7 @@ CASES = {
     ),
     "mlstm": Case("linear_attention", mlstm, (TOKENS, TOKENS), states=True),
     "rwkv6": Case("linear_attention", rwkv6, (CHANNELS, (HKV, D)), states=True),
-    "matrix": Case(
-        "matrix_gated_attention", matrix, (CHANNELS, ("B", HKV, "S", E), (HKV, D, E)), states=True
-    ),
+    "matrix": Case("matrix_gated_attention", matrix, (CHANNELS, (HKV, D, E)), states=True),
 }
 
 

@@ -67,9 +67,7 @@ def rwkv6(q, k, v, gate, bonus, **options):
 
 
 @by_sequence
-def matrix_gated(q, k, v, gate, *weights, **options):
-    if weights:
-        options |= {"value_weights": weights[0], "normalize": True}
+def matrix_gated(q, k, v, gate, **options):
     return ops.matrix_gated_attention(q, k, v, log_decay=lambda take: -take(gate, 2), **options)
 
 
@@ -88,8 +86,7 @@ CASES = {
     "linear, decay": (partial(linear, log_decay=DECAY), {}, CAUSAL, CPP),
     "learned_linear": (partial(learned, "learned_linear"), WEIGHTS, EITHER, CPP),
     "hedgehog": (partial(learned, "hedgehog"), WEIGHTS, EITHER, CPP),
-    "t2r": (partial(learned, "t2r"), {**WEIGHTS, **BIASES}, EITHER, CPP),
-    "hedgehog_joint": (partial(learned, "hedgehog_joint"), {**WEIGHTS, **BIASES}, EITHER, CPP),
+    "hedgehog_exp": (partial(learned, "hedgehog_exp"), {**WEIGHTS, **BIASES}, EITHER, CPP),
     "delta": (delta, {"gate": CHANNELS, "beta": TOKENS}, CAUSAL, CPP),
     "hybrid": (hybrid, {"query features": QUERIES, "features": KEYS}, EITHER, CPP),
     "hybrid, decay": (
@@ -119,7 +116,12 @@ CASES = {
         CPP,
     ),
     "matrix gate": (matrix_gated, {"gate": MATRICES}, CAUSAL, ("torch",)),
-    "matrix gate, weights": (matrix_gated, {"gate": MATRICES, "values": KEYS}, CAUSAL, ("torch",)),
+    "matrix gate, weights": (
+        partial(matrix_gated, normalize=True),
+        {"gate": MATRICES},
+        CAUSAL,
+        ("torch",),
+    ),
     "favor": (favor, {}, FULL, ("torch",)),
     "lsh": (partial(ops.lsh_attention, window=4, **LSH), {}, EITHER, CPP),
     "shared_qk": (partial(ops.shared_qk_attention, **LSH), {}, FULL, TORCH),
@@ -143,7 +145,7 @@ CASES = {
     ),
 }
 PADDINGS = {"left": slice(0, 9), "right": slice(30, T), "inside": slice(12, 21)}
-WITH_STATE = ("linear", "delta", "mlstm", "rwkv6", "matrix", "hybrid", "hedgehog", "t2r", "learned")
+WITH_STATE = ("linear", "delta", "mlstm", "rwkv6", "matrix", "hybrid", "hedgehog", "learned")
 
 
 def draw(shapes):

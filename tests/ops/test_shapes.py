@@ -126,14 +126,13 @@ CASES = {
     ),
     "hybrid step": (hybrid_step, HYBRID_STATE),
     "hedgehog": (lambda **x: mapped("hedgehog", **x), MATRICES),
-    "t2r": (lambda **x: mapped("t2r", **x), {**MATRICES, "q_bias": (H, D), "k_bias": (HKV, D)}),
     "hedgehog_exp": (
         lambda **x: mapped("hedgehog_exp", **x),
         {"q": (H, N, D), "k": (HKV, N, D), "q_bias": (H, N), "k_bias": (HKV, N)},
     ),
 }  # fmt: skip
 TAKES_QKV = {name for name in CASES if "step" not in name} - {
-    *("hybrid", "hedgehog", "t2r", "hedgehog_exp")
+    *("hybrid", "hedgehog", "hedgehog_exp")
 }
 LOG_DECAYS = {"log_decay", "decay"}  # at most 0
 FREE = {  # dims of any size
@@ -217,8 +216,8 @@ def test_a_bias_that_is_a_mask_is_refused(case):
 
 def test_weights_and_biases_that_a_map_does_not_have():
     weights = {name: torch.rand(shape) for name, shape in MATRICES.items()}
-    with pytest.raises(UnsupportedError, match=r"'t2r' has a bias, and map_weights.q_bias is miss"):
-        mapped("t2r", **weights)
+    with pytest.raises(UnsupportedError, match=r"has a bias, and map_weights.q_bias is missing"):
+        mapped("hedgehog_exp", **weights)
     with pytest.raises(UnsupportedError, match=r"has no bias, and map_weights.k_bias is given"):
         mapped("hedgehog", **weights, k_bias=torch.rand(HKV, D))
 

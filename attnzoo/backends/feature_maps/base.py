@@ -7,17 +7,13 @@ the map has weights::
     def square(x: Tensor) -> Tensor:
         return x * x
 
-A function at the top level of a module can be passed as it is, ``feature_map=square``; a config
-stores it as ``"your_module:square"``. Loading that config does not import the module: register the
-map under the name in the config first.
+A config stores the name. Loading it imports no code: register the map first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
-from types import FunctionType
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -181,8 +177,8 @@ FEATURE_MAPS: dict[str, type[FeatureMap]] = {}
 
 
 def _empty_map(name: str) -> FunctionMap:
-    """Return a map without attributes, which unpickling sets; unpickling imports modules anyway."""
-    cls = import_feature_map(name)
+    """Return a map without attributes, which unpickling sets."""
+    cls = get_feature_map(name)
     assert issubclass(cls, FunctionMap)
     return cls.__new__(cls)
 
@@ -225,88 +221,10 @@ def get_feature_map(name: str) -> type[FeatureMap]:
     """
     if name in FEATURE_MAPS:
         return FEATURE_MAPS[name]
-    module, colon, path = name.partition(":")
-    is_short = len(name) <= 200  # the message quotes the parts of a plausible name
-    if (
-        colon
-        and is_short
-        and all(part.isidentifier() for part in (*module.split("."), *path.split(".")))
-    ):
-        raise ConfigError(
-            f"The feature map {name!r} is not registered, and a name in a file, in plain data or "
-            "on the command line does not import code. If you trust the module, register the map "
-            f"in Python first: import {module}; "
-            f"attnzoo.register_feature_map({name!r})({module}.{path}). Or pass it from Python, "
-            f"AttentionSpec(..., feature_map={name!r})"
-        )
     raise ConfigError(
         f"No feature map is called {short_repr(name)}.{did_you_mean(name, FEATURE_MAPS)} "
-        f"Available: {', '.join(FEATURE_MAPS)}."
-    )
-
-
-def import_feature_map(name: str) -> type[FeatureMap]:
-    """Return the map called ``name``; imports and registers it if the name is ``"module:name"``.
-
-    Only for names that come from a Python caller.
-
-    Raises:
-        ConfigError: No map has this name, or it cannot be imported.
-    """
-    if name not in FEATURE_MAPS and ":" in name:
-        FEATURE_MAPS[name] = _as_class(name, _import(name))
-    return get_feature_map(name)
-
-
-def feature_map_name(value: Any) -> str:
-    """Return the registered name of a function or class; without one, register ``"module:name"``.
-
-    Raises:
-        ConfigError: It cannot be imported by a name, so no config can refer to it.
-    """
-    for name, cls in FEATURE_MAPS.items():
-        if value in (cls, getattr(cls, "function", None)):
-            return name
-    is_map = isinstance(value, type) and issubclass(value, FeatureMap)
-    if not isinstance(value, FunctionType) and not is_map:
-        raise ConfigError(
-            f"A feature map is a registered name, a Python function of one tensor, or a subclass "
-            f"of attnzoo.FeatureMap; got {value!r} of type {type(value).__name__}. Write a "
-            "function that calls it, with @attnzoo.register_feature_map('name') above it, and pass "
-            "the name"
-        )
-    module, qualname = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    if module and qualname and module != "__main__" and "<" not in qualname:
-        name = f"{module}:{qualname}"
-        if _import(name) is value:
-            import_feature_map(name)
-            return name
-    raise ConfigError(
-        f"{value!r} cannot be stored in a config, which refers to a map by name. Register a name, "
-        "with @attnzoo.register_feature_map('name') above a function of one tensor or a "
-        "FeatureMap, or define it at the top level of a module that can be imported"
-    )
-
-
-def _import(name: str) -> Any:
-    """Import and return ``"module:name"``, a function or a subclass of :class:`FeatureMap`."""
-    module, _, path = name.partition(":")
-    try:
-        found: Any = import_module(module)
-        for part in path.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"The feature map {name!r} cannot be imported: {error}; install its module, or add the "
-            "module's folder to PYTHONPATH"
-        ) from error
-    if isinstance(found, FunctionType) or (
-        isinstance(found, type) and issubclass(found, FeatureMap)
-    ):
-        return found
-    raise ConfigError(
-        f"The feature map {name!r} is {found!r}; it must be a Python function of one tensor, or a "
-        "class derived from attnzoo.backends.feature_maps.base.FeatureMap"
+        f"Available: {', '.join(FEATURE_MAPS)}. A map of your own needs a name before a spec or a "
+        "file refers to it: @attnzoo.register_feature_map('name') above a function of one tensor."
     )
 
 
@@ -323,8 +241,7 @@ class FeatureMapConfig(BackendConfig):
     An option that is left out gets the map's default, so that saved specs contain it.
 
     Attributes:
-        feature_map: phi, a name (see :mod:`attnzoo.backends.feature_maps.base`); in Python,
-            a function or a class, or in an ``AttentionSpec`` its ``"module:name"``.
+        feature_map: phi, a registered name (see :mod:`attnzoo.backends.feature_maps.base`).
         nu: The number of offsets of ``dpfp``.
         num_features: The number of features of ``hedgehog_exp``, ``squared_relu`` or ``random``,
             where it is even.
@@ -347,8 +264,6 @@ class FeatureMapConfig(BackendConfig):
     def __post_init__(self) -> None:
         name = type(self).__name__
         try:
-            if callable(self.feature_map):
-                object.__setattr__(self, "feature_map", feature_map_name(self.feature_map))
             super().__post_init__()
             feature_map = get_feature_map(self.feature_map)
         except ConfigError as error:
@@ -383,14 +298,3 @@ class FeatureMapConfig(BackendConfig):
         of_map = get_feature_map(self.feature_map).options
         changed = super().changed_options()
         return {key: x for key, x in changed.items() if key not in of_map or x != of_map[key]}
-
-    @classmethod
-    def import_options(cls, options: Mapping[str, Any]) -> None:
-        """Import and register the feature map that a Python caller names as ``"module:name"``."""
-        name = options.get("feature_map")
-        if not isinstance(name, str) or ":" not in name:
-            return
-        try:
-            import_feature_map(name)
-        except ConfigError as error:
-            raise ConfigError(f"{cls.__name__}.feature_map: {error}") from None

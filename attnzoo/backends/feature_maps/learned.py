@@ -14,10 +14,8 @@ from attnzoo.backends.feature_maps.base import FeatureMap, register_feature_map
 from attnzoo.contract.config import BackendConfig, Geometry
 from attnzoo.ops.features.functional import (
     hedgehog,
-    hedgehog_joint,
     learned_exp,
     learned_linear,
-    learned_relu,
     learned_squared_relu,
 )
 from attnzoo.ops.features.random_features import random_projection
@@ -88,43 +86,6 @@ class LearnedLinearMap(HedgehogMap):
     signed = True
     fused = "learned_linear"
     compute = staticmethod(learned_linear)
-    per_entry = 1
-
-
-@register_feature_map("hedgehog_joint")
-class HedgehogJointMap(HedgehogMap):
-    r"""Hedgehog as one softmax (arXiv:2402.04347) over :math:`2(Wx + b)` and :math:`-2(Wx + b)`.
-
-    2 D features, not negative; learned, W = I + R and b per head. See
-    :func:`~attnzoo.ops.features.functional.hedgehog_joint`.
-    """
-
-    fused = "hedgehog_joint"
-    compute = staticmethod(hedgehog_joint)
-    fused_weights: ClassVar[tuple[str, ...]] = (
-        "query_residual",
-        "key_residual",
-        "query_bias",
-        "key_bias",
-    )
-
-    def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
-        super().__init__(config, geometry)
-        self.query_bias = nn.Parameter(torch.empty(geometry.num_heads, geometry.head_dim))
-        self.key_bias = nn.Parameter(torch.empty(geometry.num_key_heads, geometry.head_dim))
-        self.reset_parameters()
-
-
-@register_feature_map("t2r")
-class T2RMap(HedgehogJointMap):
-    r"""T2R (arXiv:2103.13076): :math:`\max(Wx + b, 0)` plus a floor.
-
-    D features, positive; learned, W = I + R and b per head, initialised to the identity. See
-    :func:`~attnzoo.ops.features.functional.learned_relu`.
-    """
-
-    fused = "t2r"
-    compute = staticmethod(learned_relu)
     per_entry = 1
 
 

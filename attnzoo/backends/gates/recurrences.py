@@ -1,4 +1,4 @@
-"""Recurrences that are more than a decay: RWKV-6, mLSTM, the full-matrix gate and Mamba.
+"""Recurrences that are more than a decay: RWKV-6, mLSTM and the full-matrix gate.
 
 Each has an op and a state of its own. Other letters: R rank.
 """
@@ -25,13 +25,10 @@ from attnzoo.backends.gates.base import (
 )
 from attnzoo.contract.config import BackendConfig, Geometry
 from attnzoo.contract.states import AttentionOutput
-from attnzoo.ops.features.functional import softplus_of_heads
 from attnzoo.ops.gated.matrix_gate import TakeTokens, matrix_gated_attention
 from attnzoo.ops.gated.mlstm import mlstm_attention
 from attnzoo.ops.gated.rwkv6 import rwkv6_attention
 from attnzoo.runtime.kernel_calls import widen
-
-LogDecay = Callable[[TakeTokens], Tensor]  # of the tokens that it takes
 
 
 class Recurrence(GateModule):
@@ -42,7 +39,6 @@ class Recurrence(GateModule):
         has_weights: Whether all value channels share one matrix of attention weights.
         ops: The ops that compute it, whose implementations ``impl`` may name.
         fixed_options: Options that must keep their defaults, and why. The op does not take them.
-        other_options: Further options of linear attention that the op does not take.
     """
 
     needs_hidden_states = True
@@ -50,7 +46,6 @@ class Recurrence(GateModule):
     has_weights: ClassVar[bool] = True
     ops: ClassVar[tuple[str, ...]] = ("linear_attention",)
     fixed_options: ClassVar[Mapping[str, str]] = {}
-    other_options: ClassVar[tuple[str, ...]] = ()
 
     def forward(self, hidden_states: Tensor) -> dict[str, Any]:
         """Return the op's arguments that depend on tokens, from ``[B, S, M]``, by name.
@@ -148,43 +143,18 @@ class MLSTM(Recurrence):
         return {"log_forget": log_forget, "log_input": log_input}
 
 
-class TokenByToken(Recurrence):
-    """Base class of recurrences with a decay per token, key channel and value channel.
+@register_gate("matrix")
+class Matrix(Recurrence):
+    r"""Full-matrix gate (arXiv:2312.06635, table 1): :math:`G = \log \sigma(x W_1 W_2 + b) / 16`.
 
-    They have no chunks: prefill and training run token by token too.
+    One learned decay per token, key channel and value channel, with projections of rank 16. It has
+    only the recurrent form: prefill and training run token by token too, which is slow.
     """
 
     op = staticmethod(matrix_gated_attention)
     has_weights = False
     ops = ("matrix_gated_attention",)
     fixed_options: ClassVar = {"chunk_size": "runs token by token and has no chunks"}
-
-    def gates(self, x: Tensor) -> tuple[LogDecay, Tensor | None]:
-        """Return a function that gives the log decays of some tokens, and the weights of values.
-
-        Args:
-            x: Hidden states, ``[B, S, M]``, float32 or wider.
-
-        Returns:
-            The function gets ``take``, which takes n tokens of a tensor, and returns their log
-            decays, broadcastable to ``[B, Hkv, n, F, E]``. The weights multiply the values,
-            ``[B, Hkv, S, E]``; ``None`` means ones.
-        """
-        raise NotImplementedError
-
-    def forward(self, hidden_states: Tensor) -> dict[str, Any]:
-        """Return the log decays, as a function of tokens, and the weights of values."""
-        log_decay, value_weights = self.gates(widen(hidden_states))
-        return {"log_decay": log_decay, "value_weights": value_weights}
-
-
-@register_gate("matrix")
-class Matrix(TokenByToken):
-    r"""Full-matrix gate (arXiv:2312.06635, table 1): :math:`G = \log \sigma(x W_1 W_2 + b) / 16`.
-
-    One learned decay per token, key channel and value channel, with projections of rank 16. It has
-    only the recurrent form: prefill and training run token by token too, which is slow.
-    """
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
         super().__init__(config, geometry)
@@ -201,8 +171,9 @@ class Matrix(TokenByToken):
         nn.init.zeros_(self.up)
         nn.init.constant_(self.bias, GATE_BIAS)
 
-    def gates(self, x: Tensor) -> tuple[LogDecay, Tensor | None]:
-        """Return the log decays and the weights of values."""
+    def forward(self, hidden_states: Tensor) -> dict[str, Any]:
+        """Return the log decays, as a function that gets ``take``, which takes n tokens."""
+        x = widen(hidden_states)
         inner = F.linear(x, self.down.to(x.dtype))
         up, bias = self.up.to(x.dtype), self.bias.to(x.dtype)
 
@@ -210,48 +181,4 @@ class Matrix(TokenByToken):
             logits = F.linear(take(inner), up, bias.flatten()).unflatten(2, bias.shape)
             return F.logsigmoid(logits).transpose(1, 2) / TEMPERATURE
 
-        return log_decay, None
-
-
-@register_gate("mamba")
-class Mamba(TokenByToken):
-    r"""Mamba's selective state space (arXiv:2312.00752): :math:`G = -\Delta_e e^{a_{de}}`.
-
-    One learned step per token and value channel, :math:`\Delta = \mathrm{softplus}(x W_1 W_2 + b)`
-    with projections of rank 16, by which the value is multiplied, and one fixed rate per key and
-    value channel. Mamba's B is the key, its C the query and its input the value. Its convolution,
-    skip connection and output gate are not part of it. It has only the recurrent form, which is
-    slow in prefill and training; ``mamba2``, with one decay per head, has chunks.
-    """
-
-    no_weight_decay = ("log_rate",)
-
-    def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
-        super().__init__(config, geometry)
-        assert geometry.value_dim is not None
-        heads, size = geometry.num_key_heads, geometry.value_dim
-        self.down = nn.Parameter(torch.empty(RANK, self.hidden_size))
-        self.up = nn.Parameter(torch.empty(heads * size, RANK))
-        self.bias = nn.Parameter(torch.empty(heads, size))
-        self.log_rate = nn.Parameter(torch.empty(heads, geometry.head_dim, size))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Initialise to the same small step for every token, ``down`` gives ``up`` a gradient."""
-        init_identity(self.down)
-        nn.init.zeros_(self.up)
-        nn.init.constant_(self.bias, math.log(math.expm1(INITIAL_RATE)))
-        nn.init.zeros_(self.log_rate)
-
-    def gates(self, x: Tensor) -> tuple[LogDecay, Tensor | None]:
-        """Return the log decays and the weights of values."""
-        weights = (w.to(x.dtype) for w in (self.down, self.up, self.bias, self.log_rate))
-        down, up, bias, log_rate = weights
-        logits = F.linear(F.linear(x, down), up, bias.flatten()).unflatten(2, bias.shape)
-        step = softplus_of_heads(logits)  # [B, Hkv, S, E]
-        rate = log_rate.exp()
-
-        def log_decay(take: TakeTokens) -> Tensor:
-            return -take(step, 2)[:, :, :, None] * rate[:, None]
-
-        return log_decay, step
+        return {"log_decay": log_decay}

@@ -247,30 +247,6 @@ def hedgehog(x: Tensor, residual: Tensor) -> Tensor:
     return map_token_blocks(features, x, residual)
 
 
-def hedgehog_joint(x: Tensor, residual: Tensor, bias: Tensor) -> Tensor:
-    r"""Return one softmax over :math:`2y` and :math:`-2y`, where :math:`y = (I + R)x + b`.
-
-    This is the form of Hedgehog in flash-linear-attention. Weights that are learned for it do not
-    fit :func:`hedgehog`, nor the reverse: here a row of small entries is flat in both halves, and
-    one large entry, of either sign, takes nearly all the weight.
-    Source: Hedgehog, Zhang et al., 2024, arXiv:2402.04347.
-
-    Args:
-        x: Queries or keys, ``[B, H, T, D]``.
-        residual: R, ``[H, D, D]``.
-        bias: b, ``[H, D]``.
-
-    Returns:
-        ``[B, H, T, 2 D]``, summing to 1, float32 or wider.
-    """
-
-    def features(x: Tensor) -> Tensor:
-        y = 2 * _affine(x, residual, bias)
-        return torch.cat([y, -y], -1).softmax(-1)
-
-    return map_token_blocks(features, x, residual, bias)
-
-
 def learned_exp(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     r"""Return :math:`\exp(\min(Wx + b, 30))`: any number of features, the rows of W.
 
@@ -318,22 +294,6 @@ def _linear_features(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.pad(x, (0, 1), value=1.0) @ rows.transpose(1, 2)
 
 
-def learned_relu(x: Tensor, residual: Tensor, bias: Tensor) -> Tensor:
-    r"""Return :math:`\max((I + R)x + b, 0)` plus :data:`RELU_FLOOR`.
-
-    Source: T2R, Kasai et al., 2021, arXiv:2103.13076, without the floor.
-
-    Args:
-        x: Queries or keys, ``[B, H, T, D]``.
-        residual: R, ``[H, D, D]``.
-        bias: b, ``[H, D]``.
-
-    Returns:
-        ``[B, H, T, D]``, positive, float32 or wider.
-    """
-    return F.relu(_affine(x, residual, bias)) + RELU_FLOOR
-
-
 def learned_linear(x: Tensor, residual: Tensor) -> Tensor:
     r"""Return :math:`(I + R)x`, features of any sign. The scale is not used.
 
@@ -347,13 +307,12 @@ def learned_linear(x: Tensor, residual: Tensor) -> Tensor:
     return _affine(x, residual)
 
 
-def _affine(x: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return :math:`(I + R)x + b` of each head, float32 or wider."""
+def _affine(x: Tensor, residual: Tensor) -> Tensor:
+    """Return :math:`(I + R)x` of each head, float32 or wider."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     residual = residual.to(x.dtype)
     one_token = x.shape[2] == 1
-    y = x + (_one_token_product(x, residual) if one_token else x @ residual.transpose(1, 2))
-    return y if bias is None else y + bias.to(x.dtype).unsqueeze(1)
+    return x + (_one_token_product(x, residual) if one_token else x @ residual.transpose(1, 2))
 
 
 def _one_token_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -403,8 +362,6 @@ FIXED = {
 LEARNED = {
     "learned_linear": LearnedMap(learned_linear, "IDENTITY", True, False),
     "hedgehog": LearnedMap(hedgehog, "HEDGEHOG", True, False, 2),
-    "hedgehog_joint": LearnedMap(hedgehog_joint, "HEDGEHOG_JOINT", True, True, 2),
-    "t2r": LearnedMap(learned_relu, "RELU", True, True),
     "hedgehog_exp": LearnedMap(learned_exp, "EXP", False, True),
 }
 

@@ -21,7 +21,7 @@ from attnzoo.contract.context_parallel import (
 from attnzoo.contract.implementation import TORCH, Implementation, register_implementation, select
 from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import AttentionOutput, MatrixState, run_at_slots
-from attnzoo.contract.validation import check_shape, empty_output, is_empty_call
+from attnzoo.contract.validation import empty_output, is_empty_call
 from attnzoo.ops.gated.common import check_gated
 from attnzoo.runtime.kernel_calls import state_dtype
 
@@ -41,7 +41,6 @@ class MatrixGateInputs(NamedTuple):
     state: MatrixState  # its dtype is that of all sums
     normalize: bool
     eps: float
-    value_weights: Tensor | None = None  # [B, Hkv, T, E], factors of the values and of their ones
     sequences: Sequences | None = None  # whose tokens ``log_decay`` has, if it has one row
 
     def rows(self, sequences: Sequences | None) -> MatrixGateInputs:
@@ -49,9 +48,7 @@ class MatrixGateInputs(NamedTuple):
         if sequences is None:
             return self
         q, k, v = (sequences.to_rows(x) for x in (self.q, self.k, self.v))
-        weights = self.value_weights
-        weights = None if weights is None else sequences.to_rows(weights)
-        return self._replace(q=q, k=k, v=v, value_weights=weights, sequences=sequences)
+        return self._replace(q=q, k=k, v=v, sequences=sequences)
 
     def decays(self, start: int, stop: int) -> Tensor:
         """Return the log decays of tokens ``start`` to ``stop``, zero after a sequence."""
@@ -76,7 +73,6 @@ def matrix_gated_attention(
     v: Tensor,
     *,
     log_decay: Callable[[TakeTokens], Tensor],
-    value_weights: Tensor | None = None,
     sequences: Sequences | None = None,
     normalize: bool = False,
     impl: str = "auto",
@@ -104,8 +100,6 @@ def matrix_gated_attention(
             G of all tokens would take T matrices per head. It gets a function ``take(x, dim)``,
             which takes these tokens from a tensor whose dimension ``dim`` is the tokens' and whose
             first one is the batch.
-        value_weights: w, ``[B, Hkv, T, E]``: the weight of a token in each value channel, by which
-            its value is multiplied, and its ones if normalised; all 1 when ``None``.
         sequences: As in ``linear_attention``.
         normalize: Divide by the sum of weights plus ``eps``.
         impl: ``"torch"`` or ``"auto"``.
@@ -131,23 +125,19 @@ def matrix_gated_attention(
         torch.Size([1, 4, 100, 8])
     """
     check_gated("matrix_gated_attention", MatrixState, q, k, v, sequences, slots, state, shard)
-    if value_weights is not None:
-        check_shape("value_weights", value_weights, tuple(v.shape), "B, Hkv, T, E", q.device)
     dtype = state_dtype(q, k, v)
     if state is None:
         rows = k.shape[0] if sequences is None else sequences.count
         empty = torch.zeros(rows, k.shape[1], k.shape[3], v.shape[3], dtype=dtype, device=v.device)
         state = MatrixState(empty, empty)
     state = MatrixState(*(x.to(dtype) for x in state))
-    call = MatrixGateInputs(q, k, v, log_decay, state, normalize, eps, value_weights).rows(
-        sequences
-    )
+    call = MatrixGateInputs(q, k, v, log_decay, state, normalize, eps).rows(sequences)
     if shard is not None:
         call = call._replace(state=_state_from_earlier_ranks(call, shard, sequences))
     chosen, choice = select("matrix_gated_attention", call, impl)
     if is_empty_call(q, k):
         gates = call.decays(0, 0)  # of no token: a path to what computes them
-        out, last = empty_output(q, k, v, value_weights, gates), call.state
+        out, last = empty_output(q, k, v, gates), call.state
     elif slots is not None:
         out, pool = run_at_slots(
             lambda rows: chosen.run(call._replace(state=MatrixState(*rows))),
@@ -168,10 +158,7 @@ def _run(x: MatrixGateInputs) -> MatrixGateResult:
     sums = torch.cat(list(x.state), -1)
     queries = x.q.to(dtype).unflatten(1, (heads, -1)).unbind(3)
     keys = x.k.to(dtype).unsqueeze(-1).unbind(2)
-    with_ones = F.pad(x.v.to(dtype), (0, size), value=1.0)
-    if x.value_weights is not None:
-        with_ones = with_ones * torch.cat([x.value_weights.to(dtype)] * 2, -1)
-    values = with_ones.unsqueeze(3).unbind(2)
+    values = F.pad(x.v.to(dtype), (0, size), value=1.0).unsqueeze(3).unbind(2)
     outs = []
     for start in range(0, tokens, BLOCK):
         stop = min(start + BLOCK, tokens)

@@ -72,8 +72,7 @@ struct Exp {  // exp(min(s y, EXP_BOUND))
 // Maps that act on a row of y; class FeatureMap has their functions and derivatives
 #define ROW_MAPS(ROW)                                                                       \
     ROW(EXP_OF_QUERIES, exp(s y - m), where m is the maximum of s y over the row)           \
-    ROW(HEDGEHOG, softmax(y), then softmax(-y))                                             \
-    ROW(HEDGEHOG_JOINT, one softmax over 2 y and -2 y)
+    ROW(HEDGEHOG, softmax(y), then softmax(-y))
 
 #define NUMBER(NAME, ...) NAME,
 enum Map : int64_t { ENTRY_MAPS(NUMBER) ROW_MAPS(NUMBER) };
@@ -149,7 +148,7 @@ class FeatureMap : Tiles<Real> {
 
     static int64_t rounded(int64_t size) { return (size + 15) / 16 * 16; }
     bool has_matrix() const { return t.weight != nullptr; }
-    bool has_halves() const { return t.kind == HEDGEHOG || t.kind == HEDGEHOG_JOINT; }
+    bool has_halves() const { return t.kind == HEDGEHOG; }
 
   public:
     FeatureMap(const MapTask<Real>& task, int64_t head, int64_t x_size)
@@ -251,28 +250,24 @@ class FeatureMap : Tiles<Real> {
     }
 
   private:
-    // Compute both halves of f from factor y and -factor y: a softmax of each, or one softmax of
-    // both if joint.
+    // Compute both halves of f: the softmax of y and that of -y.
     void softmax_halves(const Real* y, Real* f) {
-        const bool joint = t.kind == HEDGEHOG_JOINT;
-        const Real factor = joint ? 2 : 1;
-        largest_of_rows(ROWS, y_size_, y, y_size_, factor, a_);
-        largest_of_rows(ROWS, y_size_, y, y_size_, -factor, b_);
-        for (int r = 0; joint && r < ROWS; ++r) a_[r] = b_[r] = b_[r] > a_[r] ? b_[r] : a_[r];
+        largest_of_rows(ROWS, y_size_, y, y_size_, Real(1), a_);
+        largest_of_rows(ROWS, y_size_, y, y_size_, Real(-1), b_);
         Reals sums[ROWS], others[ROWS];
         for (int r = 0; r < ROWS; ++r) {
             Reals sum{}, other{};
             Real* row = f + r * f_size_;
             for (int64_t n = 0; n < y_size_; n += LANES) {
-                const Reals v = load(y + r * y_size_ + n) * factor;
+                const Reals v = load(y + r * y_size_ + n);
                 const Reals positive = exp(v - a_[r]), negative = exp(-v - b_[r]);
                 store(row + n, positive);
                 store(row + y_size_ + n, negative);
                 sum += positive;
                 other += negative;
             }
-            sums[r] = joint ? sum + other : sum;
-            others[r] = joint ? sum + other : other;
+            sums[r] = sum;
+            others[r] = other;
         }
         add_lanes_of_rows(ROWS, a_, [&](int64_t r) { return sums[r]; });
         add_lanes_of_rows(ROWS, b_, [&](int64_t r) { return others[r]; });
@@ -328,16 +323,13 @@ class FeatureMap : Tiles<Real> {
     }
 
     void differentiate_halves(const Real* f, const Real* d_f, Real* d_y) {
-        const bool joint = t.kind == HEDGEHOG_JOINT;
-        const Real factor = joint ? 2 : 1;
         add_products(f, d_f);
         for (int r = 0; r < ROWS; ++r) {
-            if (joint) a_[r] = b_[r] = a_[r] + b_[r];
             const Real *row = f + r * f_size_, *d_row = d_f + r * f_size_;
             for (int64_t n = 0; n < y_size_; n += LANES) {
                 const Reals a = load(row + n) * (load(d_row + n) - a_[r]);
                 const Reals b = load(row + y_size_ + n) * (load(d_row + y_size_ + n) - b_[r]);
-                store(d_y + r * y_size_ + n, (a - b) * factor);
+                store(d_y + r * y_size_ + n, a - b);
             }
         }
     }

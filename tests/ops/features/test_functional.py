@@ -16,9 +16,7 @@ from attnzoo.ops.features.functional import (
     exp_keys,
     exp_queries,
     hedgehog,
-    hedgehog_joint,
     learned_exp,
-    learned_relu,
     learned_squared_relu,
     random_fourier,
     relu,
@@ -40,8 +38,6 @@ MAPS = {
     "exp queries": lambda x: exp_queries(x, SCALE),
     "exp keys": lambda x: exp_keys(x, SCALE),
     "hedgehog": lambda x: hedgehog(x, RESIDUAL),
-    "hedgehog_joint": lambda x: hedgehog_joint(x, RESIDUAL, BIAS),
-    "t2r": lambda x: learned_relu(x, RESIDUAL, BIAS),
     "hedgehog_exp": lambda x: learned_exp(x, ROWS, ROWS_BIAS),
     "squared_relu": lambda x: learned_squared_relu(x, ROWS, ROWS_BIAS),
     "softmax": softmax,
@@ -134,30 +130,21 @@ def test_hedgehog_matrix_of_lolcats_is_the_transpose():
 def test_blocks_of_tokens_give_the_same_features(monkeypatch):
     monkeypatch.setattr(kernel_calls, "BLOCK_BYTES", 2 * 3 * 16 * 8)  # blocks of one token
     x = torch.randn(2, 3, 40, 16, dtype=torch.float64)
-    for function in (MAPS["hedgehog"], MAPS["hedgehog_joint"]):
-        whole = function(x.clone().requires_grad_())
-        torch.testing.assert_close(function(x), whole)
-        strided = x.transpose(1, 2).contiguous().transpose(1, 2)
-        torch.testing.assert_close(function(strided), whole)
+    function = MAPS["hedgehog"]
+    whole = function(x.clone().requires_grad_())
+    torch.testing.assert_close(function(x), whole)
+    strided = x.transpose(1, 2).contiguous().transpose(1, 2)
+    torch.testing.assert_close(function(strided), whole)
 
 
-@pytest.mark.parametrize("function", [hedgehog_joint, learned_relu, learned_exp])
+@pytest.mark.parametrize("function", [hedgehog, learned_exp])
 def test_features_of_one_token_equal_those_of_many(function):
     torch.manual_seed(0)
-    x, bias = torch.randn(3, 2, 5, 4).double(), torch.randn(2, 4).double()
-    weight = torch.randn(2, 4, 4).double()
-    many = function(x, weight, bias)
-    one = torch.cat([function(token, weight, bias) for token in x.split(1, 2)], 2)
+    x, *weights = torch.randn(3, 2, 5, 4).double(), torch.randn(2, 4, 4).double()
+    weights += [torch.randn(2, 4).double()] if function is learned_exp else []
+    many = function(x, *weights)
+    one = torch.cat([function(token, *weights) for token in x.split(1, 2)], 2)
     torch.testing.assert_close(one, many)
-
-
-def test_hedgehog_joint_is_one_softmax():
-    x, residual, bias = draw(2.0), RESIDUAL.double(), BIAS.double()
-    for head in range(3):
-        y = x[0, head] @ (torch.eye(16) + residual[head]).mT + bias[head]
-        both = torch.cat([2 * y, -2 * y], 1).exp()
-        ours = hedgehog_joint(x, residual, bias)[0, head]
-        torch.testing.assert_close(ours, both / both.sum(1, True))
 
 
 def test_learned_exp_is_bounded():
@@ -167,21 +154,6 @@ def test_learned_exp_is_bounded():
         torch.testing.assert_close(learned_exp(x, weight, bias)[0, head], expected)
     large = learned_exp(1e3 * x, weight, bias)
     assert large.max() == math.exp(EXP_BOUND)
-
-
-def test_the_forms_of_hedgehog_differ():
-    """Weights of one form cannot be used in the other."""
-    zero = torch.zeros(3, 16, 16).double(), torch.zeros(3, 16).double()
-    difference = hedgehog(draw(), zero[0]) - 2 * hedgehog_joint(draw() / 2, *zero)
-    assert difference.abs().max() > 0.01
-
-
-def test_t2r_equals_the_formula():
-    x, residual, bias = draw(), RESIDUAL.double(), BIAS.double()
-    for head in range(3):
-        y = x[0, head] @ (torch.eye(16) + residual[head]).mT + bias[head]
-        ours = learned_relu(x, residual, bias)[0, head]
-        torch.testing.assert_close(ours, y.clamp(min=0) + RELU_FLOOR)
 
 
 def test_cosine_weights_depend_on_the_distance():
@@ -265,18 +237,6 @@ def test_maps_equal_those_of_flash_linear_attention(published):
     theirs = published.TaylorFeatureMap(16)(x)  # scaled by D ** -0.5, which is SCALE
     ours = taylor(x, SCALE)
     torch.testing.assert_close(ours.sort(-1).values, theirs.sort(-1).values)
-    joint = published.HedgehogFeatureMap(16).double()
-    relu_map = published.T2RFeatureMap(16, bias=True).double()
-    residual, bias = RESIDUAL[:1].double(), BIAS[:1].double()
-    with torch.no_grad():
-        for layer in joint.layer, relu_map.layer:
-            layer.weight.copy_(torch.eye(16) + residual[0])
-            layer.bias.copy_(bias[0])
-        per_head = x.unsqueeze(1)
-        ours = hedgehog_joint(per_head, residual, bias)
-        torch.testing.assert_close(ours, joint(per_head))
-        ours = learned_relu(per_head, residual, bias) - RELU_FLOOR
-        torch.testing.assert_close(ours, relu_map(per_head))
 
 
 @pytest.mark.parametrize("name", MAPS)

@@ -74,11 +74,11 @@ def test_packed_segments_and_parts_equal_separate_calls():
     torch.testing.assert_close(rest.state, whole.state)
 
 
-def recurrence(q, k, v, decay, weights, kv, z, normalize):
+def recurrence(q, k, v, decay, kv, z, normalize):
     """Compute one token after another: the output of one row, and the last state."""
     outs = []
     for t in range(k.shape[1]):
-        ones = torch.einsum("hd,he->hde", k[:, t], weights[:, t])
+        ones = k[:, t, :, None].expand(-1, -1, v.shape[2])
         kv = decay[:, t].exp() * kv + ones * v[:, t, None]
         z = decay[:, t].exp() * z + ones
         query = q[:, t].unflatten(0, (HKV, G))
@@ -91,19 +91,18 @@ def recurrence(q, k, v, decay, weights, kv, z, normalize):
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_equals_the_recurrence(normalize):
-    """With padding, packed segments, weights of values, a state and several blocks of gates."""
+    """With padding, packed segments, a state and several blocks of gates."""
     ids = torch.tensor([[0] * 16 + [1] * 24, [2] * 5 + [3] * 35])
     padding = torch.rand(B, 40) > 0.3
     mask = AttentionMask(causal=True, padding=padding, segment_ids=ids)
     x, before = make(40), run(*make(7), return_state=True).state
-    weights = torch.rand(B, HKV, 40, E, dtype=torch.float64)
     options = {"mask": mask, "state": before, "normalize": normalize, "return_state": True}
-    ours = run(*x, **options, value_weights=weights)
+    ours = run(*x, **options)
     for row in range(B):
         state = [y[row] for y in before]
         for segment in ids[row].unique():
             tokens = padding[row] & (ids[row] == segment)
-            given = [y[row][:, tokens] for y in (*x, weights)]
+            given = [y[row][:, tokens] for y in x]
             out, last = recurrence(*given, *state, normalize)
             torch.testing.assert_close(ours.out[row][:, tokens], out)
             state = [torch.zeros_like(y) for y in last]

@@ -41,15 +41,13 @@ def features(x, name, scale, weight=None, bias=None, *, of_keys=False):
         y = y if bias is None else y + bias[:, None]
     if name == "elu+1":
         return torch.where(y > 0, y + 1, y.exp())
-    if name in ("relu", "t2r"):
+    if name == "relu":
         return y.clamp(min=0) + 1e-3
     if name == "exp":
         y = y * scale**0.5
         return y.clamp(max=30).exp() if of_keys else (y - y.amax(-1, keepdim=True)).exp()
     if name == "hedgehog":
         return torch.cat([y.softmax(-1), (-y).softmax(-1)], -1)
-    if name == "hedgehog_joint":
-        return torch.cat([2 * y, -2 * y], -1).softmax(-1)
     return y.clamp(max=30).exp() if name == "hedgehog_exp" else y
 
 
@@ -115,7 +113,7 @@ def test_equal_largest_exponents_share_their_gradient():
 
 
 @pytest.mark.parametrize("window", [None, 8])
-@pytest.mark.parametrize("name", ["hedgehog", "t2r"])
+@pytest.mark.parametrize("name", ["hedgehog", "hedgehog_exp"])
 def test_gradients_of_weights_do_not_depend_on_frozen_inputs(name, window):
     """The kernels skip gradients that no input needs; the others are bitwise equal."""
     torch.manual_seed(3)
@@ -144,7 +142,7 @@ def test_gradients_of_weights_do_not_depend_on_frozen_inputs(name, window):
             assert torch.equal(found, expected) if need else found is None
 
 
-@pytest.mark.parametrize("name", ["hedgehog", "t2r"])
+@pytest.mark.parametrize("name", ["hedgehog", "hedgehog_exp"])
 def test_gradients_of_weights_are_sums_over_sequences(name):
     """Of short ones that begin close to each other, and of several spans of a long one."""
     torch.manual_seed(0)
