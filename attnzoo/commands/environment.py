@@ -101,7 +101,7 @@ def doctor(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check versions, kernels, fused attention and transformers; prints a table for an issue.
+    """Check versions, kernels, xformers and transformers; prints a table for an issue.
 
     The verdicts about GPU kernels are kept: impl="auto" selects kernels only where they passed.
 

@@ -91,13 +91,14 @@ def plan(
         raise SpecError("plan takes either --keep-softmax or --cache-bytes")
     if output_file is not None:
         check_file(output_file, overwrite=overwrite)
-    given = {"candidate": candidate, "cache-bytes": cache_bytes, "from": from_}
     is_student = to == FAMILY
-    if is_student:
-        options = _student_options(given)
-    else:
-        options = _swap_options(path, to, given) | {"target_length": target_length}
-        options |= {"cache_length": parse_size(cache_length, "--cache-length")}
+    given = {"from": from_, "candidate": candidate, "cache-bytes": cache_bytes}
+    _check_kind("swap" if to is None else "student" if is_student else "class", given)
+    options: dict[str, Any] = {"run": from_}
+    if not is_student:
+        options = _candidates(path, to, candidate, from_) | {"target_length": target_length}
+        options["cache_bytes"] = cache_bytes and parse_size(cache_bytes, "--cache-bytes")
+        options["cache_length"] = parse_size(cache_length, "--cache-length")
     row_options = RowOptions(
         dataset_text_field=dataset_text_field,
         max_length=max_length or target_length or 512,
@@ -127,56 +128,51 @@ def _print_next(model: str, file: Path, to: str | None, run: Path | None) -> Non
     console.print(f"Next:   {command}{' ...' if to is None else ''}", soft_wrap=True)
 
 
-def _student_options(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the run of a plan of a student's layers.
+# by kind of plan: the options that it does not take, and why; that which it needs, and why
+KINDS = {
+    "swap": ((), "", "", ""),
+    "student": (
+        ("cache-bytes", "candidate"),
+        "A plan of recurrent layers has one candidate, and --keep-softmax sets its memory",
+        "from",
+        "Recurrent layers are ranked after a transfer: run `attnzoo convert DIR --to CLASS "
+        "--recurrent LAYERS` with all layers that may become recurrent, then `attnzoo recover "
+        "STUDENT --teacher DIR --config student_transfer`, and give the folder of its result by "
+        "--from",
+    ),
+    "class": (
+        ("from", "candidate"),
+        "--to plans windows of the sizes that it tries itself",
+        "cache-bytes",
+        "--to chooses windows and layers within --cache-bytes; give it",
+    ),
+}
 
-    Raises:
-        SpecError: It is not given, or an option is given that does not apply.
-    """
-    for name in ("cache-bytes", "candidate"):
+
+def _check_kind(kind: str, given: dict[str, Any]) -> None:
+    """Raise ``SpecError`` for an option that a kind of plan does not take, or needs."""
+    excluded, why_not, needed, why = KINDS[kind]
+    for name in excluded:
         if given[name]:
-            raise SpecError(
-                "A plan of recurrent layers has one candidate, and --keep-softmax sets its "
-                f"memory; leave --{name} out"
-            )
-    if given["from"] is None:
-        raise SpecError(
-            "Recurrent layers are ranked after a transfer: run `attnzoo convert DIR --to CLASS "
-            "--recurrent LAYERS` with all layers that may become recurrent, then `attnzoo recover "
-            "STUDENT --teacher DIR --config student_transfer`, and give the folder of "
-            "its result by --from"
-        )
-    return {"run": given["from"]}
+            raise SpecError(f"{why_not}; leave --{name} out")
+    if needed and given[needed] is None:
+        raise SpecError(why)
 
 
-def _swap_options(path: Path, to: str | None, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the candidates and the limit of a plan of a swap.
-
-    Raises:
-        SpecError: An option is given, or missing, that a stock class does not take, or needs.
-    """
+def _candidates(
+    path: Path, to: str | None, texts: list[str] | None, run: Path | None
+) -> dict[str, Any]:
+    """Return the candidates of a plan of a swap, or of windows in a stock class."""
     from attnzoo.hf.saving.files import read_config
     from attnzoo.training.plan import preset_candidates, read_transferred, window_candidates
 
-    size, run, texts = given["cache-bytes"], given["from"], given["candidate"]
-    options = {"cache_bytes": size and parse_size(size, "--cache-bytes")}
     if to is not None:
-        for name in ("from", "candidate"):
-            if given[name]:
-                raise SpecError(
-                    f"--to plans windows of the sizes that it tries itself; leave --{name} out"
-                )
-        if size is None:
-            raise SpecError("--to chooses windows and layers within --cache-bytes; give it")
-        family = read_config(path).model_type
-        return options | {"candidates": window_candidates(family, to), "one_for_all": True}
+        names = window_candidates(read_config(path).model_type, to)
+        return {"candidates": names, "one_for_all": True}
     names = [] if run and not texts else preset_candidates(*([texts] if texts else []))
     for name in names:
         spec_of(name)
-    return options | {
-        "candidates": names,
-        "transferred": None if run is None else read_transferred(run),
-    }
+    return {"candidates": names, "transferred": run and read_transferred(run)}
 
 
 def print_plan(made_plan: Any) -> None:

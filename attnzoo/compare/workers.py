@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from attnzoo.evaluation.generation import (
     with_reference,
 )
 from attnzoo.evaluation.kernel_checks import check_kernels
-from attnzoo.evaluation.process import WorkerDied, WorkerProcess, WorkerTimeout
+from attnzoo.evaluation.process import WorkerError, WorkerProcess
 from attnzoo.evaluation.rows import NonFiniteError
 from attnzoo.evaluation.timing import measure, measure_beside
 from attnzoo.hf.swap.convert import original_attention
@@ -104,43 +105,36 @@ def check_case_kernels(cases: Sequence[CostCase], info: ModelInfo) -> Measured:
     return {"checks": [str(check) for check in checks if not check.stored]}
 
 
+@dataclass(frozen=True, kw_only=True)
 class Workers:
     """Runs functions in child processes and returns a status instead of raising.
 
-    Args:
+    Attributes:
         threads: Number of torch threads per process.
         timeout: Time limit of a call in seconds.
         memory_bytes: Memory limit of a call on a CPU; 0 for none.
         preload: Modules that processes import besides this one.
     """
 
-    def __init__(
-        self,
-        *,
-        threads: int,
-        timeout: float,
-        memory_bytes: int,
-        preload: Sequence[str] = (),
-    ) -> None:
-        self.threads, self.timeout, self.memory_bytes = threads, timeout, memory_bytes
-        self.modules = (__name__, *preload)
+    threads: int
+    timeout: float
+    memory_bytes: int
+    preload: Sequence[str] = ()
 
     def run(
         self, function: Callable[..., Measured], *arguments: Any, device: str = "cpu"
     ) -> Measured:
         """Return what ``function(*arguments)`` measures in a new process, with its ``status``."""
         limit = self.memory_bytes if device == "cpu" else 0
-        process = WorkerProcess(modules=self.modules)
+        process = WorkerProcess(modules=(__name__, *self.preload))
         try:
             return process.run(
                 run_limited, function, arguments, self.threads, limit, timeout=self.timeout
             )
-        except WorkerTimeout:
-            return {"status": TIMED_OUT, "reason": f"it took more than {self.timeout:g} s"}
-        except WorkerDied as error:
-            if error.killed:
-                return {"status": OUT_OF_MEMORY, "reason": "the system killed its process"}
-            return {"status": FAILED, "reason": str(error)}
+        except WorkerError as error:
+            status = FAILED if error.exit_code is not None else TIMED_OUT
+            status = OUT_OF_MEMORY if error.killed else status
+            return {"status": status, "reason": str(error)}
         finally:
             process.close()
 

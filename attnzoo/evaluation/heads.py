@@ -243,7 +243,8 @@ def head_rows_of_text(
     """
     limit = max_positions(path)
     if length < 2 or (limit is not None and length > limit):
-        raise SpecError(f"--max-length must be 2 to {limit or 'any'} tokens, got {length}")
+        most = "" if limit is None else f", at most {limit}, the model's positions"
+        raise SpecError(f"--max-length must be at least 2 tokens{most}; got {length}")
     if not all(layer.geometry.causal for layer in layers):
         texts = make_embedding_batch(path, text, length, rows).texts
         return Rows.of_documents(texts[max(texts)].tokens)

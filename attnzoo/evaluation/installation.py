@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from packaging.requirements import Requirement
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnzoo
 from attnzoo.autoload import FAILED_PATCHES
@@ -121,8 +120,6 @@ def _device_checks(
         yield "varlen attention", partial(unavailable, *varlen)
     for group in device_groups(device, full=full):
         yield str(group).removeprefix("the "), partial(_kernels, group, fresh)
-    for backend, name in SDPA_KERNELS.items():
-        yield f"SDPA, {name}", partial(_sdpa, device, backend)
     yield "xformers attention", partial(_xformers, device)
 
 
@@ -193,13 +190,6 @@ def _kernels(group: KernelGroup, fresh: bool) -> str:
 
 # -- softmax attention -----------------------------------------------------------------------------
 
-SDPA_KERNELS = {
-    SDPBackend.FLASH_ATTENTION: "flash",
-    SDPBackend.CUDNN_ATTENTION: "cuDNN",
-    SDPBackend.EFFICIENT_ATTENTION: "memory-efficient",
-    SDPBackend.MATH: "math",
-}
-
 
 def _agrees(device: torch.device, attend: Callable[..., Tensor], **mask: Any) -> str:
     """Compare causal attention and its gradients with float64."""
@@ -222,17 +212,6 @@ def _agrees(device: torch.device, attend: Callable[..., Tensor], **mask: Any) ->
         if not error <= tolerance:
             raise Failed(f"{name} differs from float64 by {error:.1e} (allowed {tolerance:.1e})")
     return f"results and gradients of {str(dtype).removeprefix('torch.')} agree with float64"
-
-
-def _sdpa(device: torch.device, backend: Any) -> str:
-    attend = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
-    try:
-        with sdpa_kernel([backend]):
-            return _agrees(device, attend)
-    except RuntimeError as error:
-        if "No available kernel" not in str(error) and "No viable backend" not in str(error):
-            raise
-        raise Unavailable(f"torch has no such kernel for {device.type}") from None
 
 
 def _xformers(device: torch.device) -> str:

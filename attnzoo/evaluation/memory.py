@@ -115,10 +115,17 @@ class MemoryEstimator:
     Attributes:
         path: Folder of a saved model; its weights are not needed.
         spec: The attention; ``None`` for that of the model's config.
+        batch: Rows.
+        dtype: Data type of the weights; ``recover`` and ``finetune`` train in ``"float32"``.
+        optimizer: ``"adamw"``, ``"adamw_8bit"`` of bitsandbytes, ``"adafactor"`` of transformers,
+            or ``"sgd"`` without momentum.
+        train: ``"full"``, ``"extras"`` for the parameters that the backends add, or ``"lora"`` for
+            adapters on all linear layers and extras.
         bf16: Whether training runs under autocast.
         load_in_4bit: Whether frozen linear layers have weights of 4 bits (QLoRA).
-
-    The others are those of :func:`estimate_memory`.
+        gpus: GPUs that have ``batch`` rows together and divide weights, gradients and optimizer
+            states, as FSDP2 and ZeRO-3 do; the result is that of one of them. Weights that are
+            gathered while a layer runs, and buffers of communication, are not counted.
     """
 
     path: Path
@@ -176,10 +183,6 @@ class MemoryEstimator:
         start = max(1, min(max(SHORTEST, 4 * window, 4 * block), self.longest // 4))
         return start, 2 * start, 4 * start
 
-    @cached_property
-    def _samples(self) -> list[MemoryUse]:
-        return [self.compute(length) for length in self.sampled]
-
     def at(self, length: int) -> MemoryUse:
         """Return the memory at a length.
 
@@ -207,7 +210,8 @@ class MemoryEstimator:
             return max(0, round(sum(w * y for w, y in zip(weights, samples, strict=True))))
 
         names = (field.name for field in fields(MemoryUse))
-        found = {name: value([getattr(use, name) for use in self._samples]) for name in names}
+        samples = [self.compute(length) for length in self.sampled]
+        found = {name: value([getattr(use, name) for use in samples]) for name in names}
         return MemoryUse(**found)
 
     def build(self, length: int) -> PreTrainedModel:
@@ -416,11 +420,8 @@ def estimate_memory(
     attention: str | AttentionSpec | Mapping[str, Any] | None = None,
     *,
     length: int,
-    batch: int = 1,
     dtype: str | None = None,
-    optimizer: str = "adamw",
-    train: str = "full",
-    gpus: int = 1,
+    **options: Any,
 ) -> MemoryUse:
     """Return the bytes that training and decoding use, without running or loading the model.
 
@@ -432,16 +433,10 @@ def estimate_memory(
         model: Folder of a saved model; a config.json is enough.
         attention: As in :func:`attnzoo.swap`; ``None`` for the attention of the model's config.
         length: Tokens per row.
-        batch: Rows.
-        dtype: Data type of the weights, such as ``"float32"``, in which ``recover`` and
-            ``finetune`` train; that of ``from_pretrained`` when ``None``.
-        optimizer: ``"adamw"``, ``"adamw_8bit"`` of bitsandbytes, ``"adafactor"`` of transformers,
-            or ``"sgd"`` without momentum.
-        train: ``"full"``, ``"extras"`` for the parameters that the backends add, or ``"lora"`` for
-            adapters on all linear layers and extras.
-        gpus: GPUs that have ``batch`` rows together and divide weights, gradients and optimizer
-            states, as FSDP2 and ZeRO-3 do; the result is that of one of them. Weights that are
-            gathered while a layer runs, and buffers of communication, are not counted.
+        dtype: Data type of the weights, such as ``"float32"``; that of ``from_pretrained`` when
+            ``None``.
+        options: ``batch``, ``optimizer``, ``train``, ``bf16``, ``load_in_4bit`` and ``gpus`` of
+            :class:`MemoryEstimator`.
 
     Raises:
         AttnzooError: An argument is invalid, or a backend does not support the model.
@@ -454,13 +449,6 @@ def estimate_memory(
         >>> at_4k == at_8k
         True
     """
-    estimator = MemoryEstimator(
-        path=Path(model),
-        spec=None if attention is None else read_spec(attention),
-        batch=batch,
-        dtype=dtype or dtype_name(saved_dtype(Path(model))),
-        optimizer=optimizer,
-        train=train,
-        gpus=gpus,
-    )
-    return estimator.at(length)
+    path, spec = Path(model), None if attention is None else read_spec(attention)
+    dtype = dtype or dtype_name(saved_dtype(path))
+    return MemoryEstimator(path=path, spec=spec, dtype=dtype, **options).at(length)

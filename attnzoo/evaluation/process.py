@@ -13,20 +13,17 @@ R = TypeVar("R")
 START_SECONDS = 120.0  # limit for a process to start and import its modules
 
 
-class WorkerTimeout(Exception):
-    """A call exceeded its time limit; its process was killed."""
-
-
-class WorkerDied(Exception):
-    """The process ended before it returned a result.
+class WorkerError(Exception):
+    """A call did not return.
 
     Attributes:
+        exit_code: That of the process; ``None`` if it exceeded its time limit and was killed.
         killed: Whether SIGKILL ended the process, as the kernel does when memory runs out.
     """
 
-    def __init__(self, exit_code: int | None) -> None:
-        super().__init__(f"its process ended with {exit_code}")
-        self.killed = exit_code in (-9, 137)
+    def __init__(self, message: str, exit_code: int | None = None) -> None:
+        super().__init__(message)
+        self.exit_code, self.killed = exit_code, exit_code in (-9, 137)
 
 
 class WorkerProcess:
@@ -38,19 +35,14 @@ class WorkerProcess:
     Args:
         modules: Imported in the child before the first call, outside of its time limit. Where the
             platform has a fork server, they are imported once for all children.
-        initializer: Called first in the child, before ``modules`` are imported.
-        fork_server: Whether to use a fork server where the platform has one; else every child is
-            spawned.
+        initializer: Called first in the child, before ``modules`` are imported; no fork server is
+            used, whose modules it would share.
     """
 
     def __init__(
-        self,
-        *,
-        modules: Sequence[str] = (),
-        initializer: Callable[[], None] | None = None,
-        fork_server: bool = True,
+        self, *, modules: Sequence[str] = (), initializer: Callable[[], None] | None = None
     ) -> None:
-        use = fork_server and "forkserver" in multiprocessing.get_all_start_methods()
+        use = initializer is None and "forkserver" in multiprocessing.get_all_start_methods()
         self._context: Any = multiprocessing.get_context("forkserver" if use else "spawn")
         if use:
             self._context.set_forkserver_preload([__name__, *modules])
@@ -62,8 +54,8 @@ class WorkerProcess:
         """Return ``function(*arguments)``, computed in the child process.
 
         Raises:
-            WorkerTimeout: It takes more than ``timeout`` seconds.
-            WorkerDied: The process ended, or ``function`` raised an exception.
+            WorkerError: It takes more than ``timeout`` seconds, the process ended, or ``function``
+                raised an exception.
         """
         if self._process is None:
             self._connection, child = self._context.Pipe()
@@ -85,9 +77,10 @@ class WorkerProcess:
             if self._connection.poll(seconds):
                 return self._connection.recv()
         except (EOFError, ConnectionError):
-            raise WorkerDied(self._end()) from None
+            code = self._end()
+            raise WorkerError(f"its process ended with {code}", code) from None
         self._end(wait=0)
-        raise WorkerTimeout(too_slow.format(seconds))
+        raise WorkerError(too_slow.format(seconds))
 
     def close(self) -> None:
         """End the process, if there is one."""

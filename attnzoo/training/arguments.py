@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, get_args, get_type_hints
 
-from transformers import TrainingArguments
+import torch
+from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 
 from attnzoo.errors import AttnzooError, ConfigError, did_you_mean
@@ -167,7 +168,7 @@ class RecoveryArguments(TrainingArguments):
         token_count(self.max_tokens)
         resumes(self)
         super().__post_init__()  # type: ignore[no-untyped-call]
-        check_trackers(self)
+        check_libraries(self)
         self.remove_unused_columns = False  # position_ids separate documents
         self.logging_nan_inf_filter = False  # a loss that is not finite ends the run
         if self.ddp_find_unused_parameters is None:  # each trained parameter gets a gradient
@@ -259,8 +260,8 @@ def check_numbers(args: Any) -> None:
             raise ConfigError(f"{name} must be at least {least} and finite, got {found}")
 
 
-def check_trackers(args: Any) -> None:
-    """Raise ``ConfigError`` if ``report_to`` names one that is unknown or not installed."""
+def check_libraries(args: Any) -> None:
+    """Raise ``ConfigError`` for a tracker, compiler or option that a library does not have."""
     known = get_available_reporting_integrations()
     for name in args.report_to:
         if name not in known:
@@ -268,17 +269,34 @@ def check_trackers(args: Any) -> None:
                 f"report_to names {name!r}, which is not installed, or unknown to transformers; "
                 f"{', '.join(known) or 'no tracker'} can be given"
             )
+    if args.torch_compile:
+        name, compilers = args.torch_compile_backend, torch._dynamo.list_backends(exclude_tags=())
+        if name not in compilers:
+            raise ConfigError(
+                f"torch_compile_backend must be one of {', '.join(compilers)}, got {name!r}."
+                f"{did_you_mean(name, compilers)}"
+            )
+    values = args.to_dict()
+    names = ("optim", "optim_args", "lr_scheduler_type", "lr_scheduler_kwargs")
+    given = ", ".join(f"{name}={values[name]!r}" for name in names)
+    with config_errors(f"{given}: "):
+        optim = torch.optim.SGD([torch.zeros(1)])
+        if args.optim_target_modules is None and "lomo" not in values["optim"]:  # need the model
+            cls, options = Trainer.get_optimizer_cls_and_kwargs(args)
+            optim = cls([torch.zeros(1)], **{**options, "lr": 1e-3})
+        schedule = args.lr_scheduler_type, optim, 1, 2
+        get_scheduler(*schedule, scheduler_specific_kwargs=args.lr_scheduler_kwargs)
 
 
 @contextmanager
-def config_errors() -> Iterator[None]:
+def config_errors(given: str = "") -> Iterator[None]:
     """Context in which errors of libraries are those of arguments, as ``ConfigError``."""
     try:
         yield
     except AttnzooError:
         raise
     except (ValueError, TypeError, ImportError) as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(f"{given}{error}") from error
 
 
 def resumes(args: Any) -> bool:

@@ -32,8 +32,8 @@ from attnzoo.optional_packages import OptionalPackage
 from attnzoo.report.output_path import atomic_write
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.arguments import (
+    check_libraries,
     check_numbers,
-    check_trackers,
     config_errors,
     identity,
     refuse_unused,
@@ -52,7 +52,7 @@ else:
 
 RESULTS = "finetuning.json"
 ADAPTERS = ("lora_", "use_rslora", "use_dora")  # beginnings of fields of ModelConfig
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPES = ("auto", "float32", "bfloat16")
 
 
 def finetune(
@@ -84,7 +84,7 @@ def finetune(
         AttnzooError: An argument is invalid.
     """
     path, model_args, lines = Path(path), model_args or trl.ModelConfig(), {}
-    _check_arguments(args, model_args)
+    _check_arguments(path, args, model_args)
     resume = resumes(args)
     load = partial(
         load_causal,
@@ -97,7 +97,10 @@ def finetune(
         tokenizer = load_tokenizer(path)
         halves, digest = _read(data, args, tokenizer)
     model = load(spec)
-    run = _identity(model, args, model_args) | {"data": digest, "compare": compare}
+    run = _identity(model, args, model_args, backends=spec is None) | {
+        "data": digest,
+        "compare": compare,
+    }
     folder = RunFolder(Path(str(args.output_dir)), run, RESULTS)
 
     def make(name: str, model: Any) -> Any:
@@ -133,7 +136,7 @@ def finetune(
         return _save(trainer, path, folder, {**folder.run, "lines": lines})
 
 
-def _check_arguments(args: Any, model_args: Any) -> None:
+def _check_arguments(path: Path, args: Any, model_args: Any) -> None:
     """Raise an error for invalid arguments, and for those that have no effect."""
     weights = "MODEL has the weights, and dtype and load_in_4bit say in which type they are loaded"
     unused = {"model_init_kwargs": weights}
@@ -145,14 +148,21 @@ def _check_arguments(args: Any, model_args: Any) -> None:
     for given in (args, model_args):
         refuse_unused(given, unused)
         check_numbers(given)
-    check_trackers(args)
+    check_libraries(args)
+    float16 = model_args.dtype == "auto" and saved_dtype(path) == torch.float16
+    if float16 or model_args.dtype == "float16":
+        raise ConfigError(
+            "Weights in float16 would be trained without loss scaling; give --dtype bfloat16, or "
+            "--fp16, which computes in float16 with weights in float32"
+        )
     if model_args.dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {model_args.dtype!r}")
 
 
-def _identity(model: Any, args: Any, model_args: Any) -> dict[str, Any]:
+def _identity(model: Any, args: Any, model_args: Any, *, backends: bool) -> dict[str, Any]:
     """Return what defines a run but for the data; other processes may have no weights yet."""
-    weights = weights_fingerprint(model) if PartialState().is_main_process else ""
+    is_main = PartialState().is_main_process
+    weights = weights_fingerprint(model, backends=backends) if is_main else ""
     config = identity(args) | vars(model_args)
     return {"model": weights, "spec": read_field(model.config, NAME), "config": config}
 

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from attnzoo.errors import ConfigError, SpecError, UnsupportedError, short_repr
 from attnzoo.evaluation.equal_memory import EXACT, equal_window, saved_cache_bytes
 from attnzoo.evaluation.margins import mean_of, paired
+from attnzoo.evaluation.memory import MAX_LENGTH
 from attnzoo.evaluation.models import max_positions, require_causal
 from attnzoo.evaluation.presets import preset_options
 from attnzoo.evaluation.rows import Rows
@@ -97,7 +98,7 @@ class Plan:
         divergence: KL of the predictions in nats under the plan, before training.
         divergence_error: Its standard error over the rows; ``None`` with one row.
         layers: For each ``layer``, the KL by candidate when only it is swapped, ``alone``, with
-            its contributions of each row, ``alone_rows``, and when all others are, ``restored``.
+            its contributions of each row, ``alone_rows``.
         weights: Fingerprint of the model's weights.
         candidates: What each candidate saves, and the window of equal memory beside it.
         left_out: Candidates that could not be judged, or save nothing, with the reason.
@@ -352,6 +353,12 @@ def make_plan(
     require_causal(path, "a plan measures text prediction")
     require_original(path)
     positions = max_positions(path)
+    if target_length is not None and target_length > (longest := positions or MAX_LENGTH):
+        raise ConfigError(
+            f"target_length must be at most {longest:,}, "
+            + ("the model's positions" if positions else "as lengths of `attnzoo memory`")
+            + f"; got {target_length:,}"
+        )
     if target_length is None:
         target_length = max(rows.length, min(TARGET_LENGTH, positions or TARGET_LENGTH))
     names = [*([] if transferred is None else [transferred.name]), *candidates]

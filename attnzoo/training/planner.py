@@ -41,15 +41,15 @@ OnStep = Callable[[str], None]
 Chosen = Mapping[int, str]  # candidates by layer; the other layers have softmax
 
 
-def weights_fingerprint(model: nn.Module) -> str:
-    """Return a hash of a model's weights without those of backends, 16 hexadecimal digits.
+def weights_fingerprint(model: nn.Module, *, backends: bool = False) -> str:
+    """Return a hash of a model's weights, 16 hexadecimal digits; with those of ``backends`` or not.
 
     A gigabyte takes about a second. The hash, unlike sums, does not depend on the thread count, nor
     on whether weights of 16 bits are held in 32.
     """
     digest = hashlib.sha256()
     for name, x in sorted(model.state_dict().items()):
-        if ".attnzoo." not in name:
+        if backends or ".attnzoo." not in name:
             digest.update(name.encode())
             x = x.float() if x.is_floating_point() and x.element_size() == 2 else x
             digest.update(x.contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
@@ -122,15 +122,8 @@ class Planner:
         found = []
         for n in numbers:
             rows = {name: self.row_divergences({n: name}) for name in names}
-            others = [other for other in numbers if other != n]
-            found.append(
-                {
-                    "layer": n,
-                    "alone": {name: mean_of(x).mean for name, x in rows.items()},
-                    "restored": {x: self.divergence(dict.fromkeys(others, x)) for x in rows},
-                    "alone_rows": rows,
-                }
-            )
+            alone = {name: mean_of(x).mean for name, x in rows.items()}
+            found.append({"layer": n, "alone": alone, "alone_rows": rows})
         return found
 
     def restore_softmax(self, chosen: Chosen, fits: Callable[[Chosen], bool]) -> dict[int, str]:

@@ -33,7 +33,7 @@ from attnzoo.hf.configs import read_field
 from attnzoo.hf.context_parallel import check_model, context_parallel
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.names import NAME
-from attnzoo.training.arguments import RecoveryArguments, config_errors
+from attnzoo.training.arguments import RecoveryArguments
 from attnzoo.training.callbacks import BestState, LossProgress, StageCallback
 from attnzoo.training.distil import (
     Loss,
@@ -199,9 +199,8 @@ class StageTrainer(Trainer):
                         (rate, decay), {"params": [], "lr": rate, "weight_decay": decay}
                     )
                     group["params"].append(p)
-            with config_errors():  # of optim_args
-                cls, options = self.get_optimizer_cls_and_kwargs(self.args, model)
-                self.optimizer = cls(list(groups.values()), **options)
+            cls, options = self.get_optimizer_cls_and_kwargs(self.args, model)
+            self.optimizer = cls(list(groups.values()), **options)
         return self.optimizer
 
     def _rate(self, name: str, *, in_attention: bool) -> float:

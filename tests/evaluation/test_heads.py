@@ -16,7 +16,8 @@ from transformers import (
 import attnzoo
 from attnzoo.cli import main
 from attnzoo.commands import terminal
-from attnzoo.evaluation.heads import HeadStudyModel, entropy, study_heads
+from attnzoo.errors import SpecError
+from attnzoo.evaluation.heads import HeadStudyModel, entropy, head_rows_of_text, study_heads
 from attnzoo.evaluation.rows import Rows
 from attnzoo.report import page
 from tests.helpers import add_noise
@@ -176,3 +177,10 @@ def test_command(tmp_path, monkeypatch, capsys):
         code, out = run(*size, *wrong)
         assert code == 2
         assert message in out
+
+
+def test_a_text_has_two_tokens(tmp_path):
+    for model, most in ((llama(), ""), (gpt2(), ", at most 1024, the model's positions")):
+        model.config.save_pretrained(tmp_path)
+        with pytest.raises(SpecError, match=f"must be at least 2 tokens{most}; got 0"):
+            head_rows_of_text(tmp_path, None, [], rows=1, length=0)

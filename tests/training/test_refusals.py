@@ -22,9 +22,11 @@ from attnzoo.training import recovery
 from attnzoo.training.arguments import RecoveryArguments, check_numbers, identity, resumes
 from attnzoo.training.data import DataError
 from attnzoo.training.evaluator import evaluate
-from attnzoo.training.finetune import finetune
+from attnzoo.training.finetune import _identity, finetune
+from attnzoo.training.planner import weights_fingerprint
 from attnzoo.training.run_folder import RunError, RunFolder
 from attnzoo.training.trainer import LogitDistillationTrainer, TransferTrainer
+from attnzoo.training.transfer import extras
 from tests.training.short_runs import arguments
 
 CLASSES = (RecoveryArguments, trl.SFTConfig, trl.ModelConfig)
@@ -117,7 +119,7 @@ def test_numbers_of_transformers_are_checked(name, value, message):
 
 def test_numbers_of_all_commands_have_a_least_value():
     """Or one that their command checks, since it depends on others."""
-    known = {"plan": {"keep_softmax"}, "evaluate": {"limit"}, "tasks": {"seeds", "max_steps"}}
+    known = {"plan": {"keep_softmax"}, "tasks": {"seeds", "max_steps"}}
     known |= {"heads": {"prune", "max_length"}, "inspect": {"layer", "head", "max_length"}}
     least = {
         (name, x.name): x.min
@@ -179,14 +181,48 @@ def test_rows_are_on_the_device_of_the_model(monkeypatch, model):
     ]
 
 
-def test_trackers_and_data_types_are_known(saved, tmp_path):
-    with pytest.raises(ConfigError, match="report_to names 'nosuch', which is not installed"):
-        make(RecoveryArguments, report_to="nosuch")
-    given = "/absent", None, []
-    with pytest.raises(ConfigError, match="report_to names 'nosuch'"):
-        finetune(*given, make(trl.SFTConfig, report_to=["nosuch"]))
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"report_to": "nosuch"}, "report_to names 'nosuch', which is not installed"),
+        (
+            {"optim_args": "nonsense"},
+            "optim='adamw_torch.*', optim_args='nonsense', .*: not enough",
+        ),
+        ({"lr_scheduler_kwargs": {"min_rate": 1}}, r"lr_scheduler_kwargs=.*min_rate.*argument"),
+        (
+            {"torch_compile": True, "torch_compile_backend": "inductr"},
+            r"torch_compile_backend .*inductr.* Did you mean 'inductor'",
+        ),
+    ],
+)
+def test_names_of_libraries_are_checked_before_data_are_read(options, message):
+    with pytest.raises(ConfigError, match=message):
+        make(RecoveryArguments, **options)
+    with pytest.raises(ConfigError, match=message):
+        finetune("/absent", None, [], make(trl.SFTConfig, **options))
+
+
+def test_types_of_trained_weights(saved, tmp_path):
+    given = None, [], make(trl.SFTConfig)
     with pytest.raises(ConfigError, match=r"dtype must be one of auto, float32, .*, got 'int8'"):
-        finetune(*given, make(trl.SFTConfig), trl.ModelConfig(dtype="int8"))
+        finetune("/absent", *given, trl.ModelConfig(dtype="int8"))
+    hf.AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float16).save_pretrained(tmp_path)
+    for path, dtype in ((saved, "float16"), (tmp_path, "auto")):
+        with pytest.raises(ConfigError, match=r"float16 .* loss scaling.* bfloat16.* --fp16"):
+            finetune(path, *given, trl.ModelConfig(dtype=dtype))
+
+
+def test_a_run_of_other_backend_weights_is_another(model):
+    """Of a model that was swapped before; those of a fresh swap are drawn."""
+    attnzoo.swap(model, "gated_linear", feature_map="hedgehog")
+    own, swapped = weights_fingerprint(model), weights_fingerprint(model, backends=True)
+    with torch.no_grad():
+        next(iter(extras(model).values())).add_(1)
+    assert weights_fingerprint(model) == own
+    assert weights_fingerprint(model, backends=True) != swapped
+    args = make(trl.SFTConfig), trl.ModelConfig()
+    assert _identity(model, *args, backends=True) != _identity(model, *args, backends=False)
 
 
 def test_numbers_of_evaluations_are_checked(saved, text, tmp_path):
@@ -211,9 +247,6 @@ def test_a_stage_by_itself_has_the_rate_of_a_run(model, tmp_path, kind):
         rates = {x["lr"] for x in trainer.create_optimizer().param_groups}
         assert rates == expected | ({5e-3} if kind is LogitDistillationTrainer else set())
         trainer.train()
-    args.optim_args = "nonsense"
-    with pytest.raises(ConfigError):
-        kind(model, args, train_dataset=[]).create_optimizer()
 
 
 def test_a_run_without_a_checkpoint_gives_way_to_another(tmp_path):

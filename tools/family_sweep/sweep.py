@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from typing import Any
 
-from attnzoo.evaluation.process import WorkerDied, WorkerProcess, WorkerTimeout
+from attnzoo.evaluation.process import WorkerError, WorkerProcess
 from tools.family_sweep.model_type import check_type
 from tools.family_sweep.models import family_name
 
@@ -35,10 +35,7 @@ def prepare_process() -> None:
 
 def new_worker() -> WorkerProcess:
     """Return a process that checks one model type after another."""
-    # Spawned: a fork server would share the modules that this process does not hide.
-    return WorkerProcess(
-        initializer=prepare_process, modules=[check_type.__module__], fork_server=False
-    )
+    return WorkerProcess(initializer=prepare_process, modules=[check_type.__module__])
 
 
 def check_in(
@@ -52,10 +49,8 @@ def check_in(
     try:
         given = model_type, backends, windowed, own_windows
         return worker.run(check_type, *given, timeout=TIMEOUT_SECONDS)
-    except WorkerTimeout as error:
+    except WorkerError as error:
         return {"outcome": "not built", "reason": str(error)}
-    except WorkerDied:
-        return {"outcome": "not built", "reason": "the process that built it died"}
 
 
 def sweep(
