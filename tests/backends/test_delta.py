@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attnzoo.backends.gates.learned import DELTA_RATE
+from attnzoo.backends.gates.decays import DELTA_RATE
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import ConfigError, UnsupportedError
 from attnzoo.ops.softmax.api import softmax_attention

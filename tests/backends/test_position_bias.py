@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from attnzoo.backends.gates.fixed import alibi_log_decay
+from attnzoo.backends.gates.decays import alibi_log_decay
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.longformer import by_band

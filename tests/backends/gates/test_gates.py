@@ -5,11 +5,12 @@ import math
 import pytest
 import torch
 
-from attnzoo.backends.gates.fixed import alibi_log_decay, retnet_log_decay
-from attnzoo.backends.gates.learned import (
+from attnzoo.backends.gates.decays import (
+    alibi_log_decay,
     channel_log_decay,
     hgrn2_gate,
     mamba2_gate,
+    retnet_log_decay,
     token_log_decay,
 )
 from attnzoo.backends.gates.recurrences import rwkv6_log_decay
