@@ -97,10 +97,8 @@ def finetune(
         tokenizer = load_tokenizer(path)
         halves, digest = _read(data, args, tokenizer)
     model = load(spec)
-    run = _identity(model, args, model_args, backends=spec is None) | {
-        "data": digest,
-        "compare": compare,
-    }
+    run = {"data": digest, "compare": compare}
+    run |= _identity(model, args, model_args, backends=spec is None)
     folder = RunFolder(Path(str(args.output_dir)), run, RESULTS)
 
     def make(name: str, model: Any) -> Any:
