@@ -143,7 +143,7 @@ def performer_layer(heads: int, key_heads: int, size: int, causal: bool) -> Any:
 
 
 def performer(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
-    """Map to random features and run the causal chunk form or the fused bidirectional form."""
+    """Map to random features and run linear attention."""
     out: Tensor = performer_layer(q.shape[1], k.shape[1], q.shape[3], causal).to(q)(q, k, v).out
     return out
 

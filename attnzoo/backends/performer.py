@@ -19,9 +19,8 @@ from attnzoo.contract.capabilities import Capabilities
 from attnzoo.contract.config import BackendConfig, Geometry
 from attnzoo.contract.inputs import AttentionInputs
 from attnzoo.contract.padding import fill_padding
-from attnzoo.contract.states import AttentionOutput, ImplChoice
+from attnzoo.contract.states import AttentionOutput
 from attnzoo.errors import ConfigError
-from attnzoo.ops.favor.api import favor_attention
 from attnzoo.ops.features.random_features import (
     key_shift,
     measured_shift,
@@ -101,29 +100,11 @@ class PerformerBackend(RecurrentBackend):
         return 1.0
 
     def attend(self, inputs: AttentionInputs) -> AttentionOutput:
-        """Run the window hybrid, the fused bidirectional op, or linear attention on features."""
+        """Run the window hybrid, or linear attention on features."""
         with autocast_disabled(inputs.q.device):
             if self.config.window is not None:
                 return self.attend_hybrid(inputs, self.linear_branch(inputs))
-            if not self.fuses(inputs):
-                return self.attend_in_blocks(inputs)
-            out = favor_attention(
-                inputs.q,
-                inputs.k,
-                inputs.v,
-                self.projection,
-                scale=inputs.scale,
-                mask=inputs.mask,
-                eps=self.config.eps,
-            )
-        reason = "fused bidirectional form; features are not written to memory"
-        return AttentionOutput(out, impl=ImplChoice("torch", reason))
-
-    def fuses(self, inputs: AttentionInputs) -> bool:
-        """Return whether ``favor_attention`` supports a call and computes it faster."""
-        if inputs.mask.causal or inputs.sequences is not None or inputs.shard is not None:
-            return False
-        return self.config.impl in ("auto", "torch") and not is_compiling()
+            return self.attend_in_blocks(inputs)
 
     def features(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         """Return the features of queries, ``[B, H, T, M]``, and of keys, ``[B, Hkv, S, M]``.

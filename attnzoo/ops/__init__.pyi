@@ -1,7 +1,6 @@
 # The public ops; attnzoo/ops/__init__.py reads them from here (see attnzoo/lazy_names.py)
 from attnzoo.ops.block_sparse.api import block_sparse_attention as block_sparse_attention
 from attnzoo.ops.delta.api import delta_attention as delta_attention
-from attnzoo.ops.favor.api import favor_attention as favor_attention
 from attnzoo.ops.flash.api import flash_attention as flash_attention
 from attnzoo.ops.gated.matrix_gate import matrix_gated_attention as matrix_gated_attention
 from attnzoo.ops.gated.mlstm import mlstm_attention as mlstm_attention

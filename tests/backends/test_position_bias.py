@@ -67,16 +67,7 @@ def seen_by(causal, window, dilation, tokens, padding):
     return torch.cat(heads, 1) & allowed
 
 
-def use_batched(monkeypatch):
-    """Compute windows as on GPUs."""
-
-    def batched(q, k, v, options, bias):
-        return (by_band.batched_local_attention(q, k, v, options, bias),)
-
-    monkeypatch.setattr(by_band, "blockwise_local_attention", batched)
-
-
-@pytest.mark.parametrize("form", ["reference", "blockwise", "batched"])
+@pytest.mark.parametrize("form", ["reference", "torch"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(
     ("window", "dilation", "some_global", "padded"),
@@ -89,10 +80,8 @@ def use_batched(monkeypatch):
 )
 @pytest.mark.parametrize("causal", [True, False])
 def test_longformer_adds_the_bias_to_what_it_sees(
-    monkeypatch, causal, window, dilation, some_global, padded, shape, form
+    causal, window, dilation, some_global, padded, shape, form
 ):
-    if form == "batched":
-        use_batched(monkeypatch)
     bias = torch.randn(shape, dtype=torch.float64)
     inputs = [x.requires_grad_() for x in (*qkv(), bias)]
     tokens, padding = torch.zeros(2, ROWS, LENGTH, dtype=torch.bool)
@@ -114,11 +103,9 @@ def test_longformer_adds_the_bias_to_what_it_sees(
     agree(out, softmax_attention(*inputs[:3], mask=seen, bias=inputs[3]).out, inputs)
 
 
-@pytest.mark.parametrize("form", ["reference", "blockwise", "batched", "dense"])
+@pytest.mark.parametrize("form", ["reference", "torch", "dense"])
 @pytest.mark.parametrize("some_global", [False, True])
-def test_longformer_gives_zeros_where_the_bias_hides_all_keys(monkeypatch, form, some_global):
-    if form == "batched":
-        use_batched(monkeypatch)
+def test_longformer_gives_zeros_where_the_bias_hides_all_keys(form, some_global):
     bias = torch.randn(1, HEADS, LENGTH, LENGTH, dtype=torch.float64)
     q, k, v, bias = inputs = [x.requires_grad_() for x in (*qkv(), bias)]
     lowest = torch.arange(LENGTH)[:, None] == 12  # equal for all keys: none is masked

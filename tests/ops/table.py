@@ -12,7 +12,6 @@ from torch import Tensor
 from attnzoo import ops
 from attnzoo.contract.implementation import implementations
 from attnzoo.contract.masks import AttentionMask
-from attnzoo.contract.states import AttentionOutput
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.features.functional import MapWeights
 from attnzoo.ops.hybrid.api import LinearBranch
@@ -42,10 +41,6 @@ def longformer_globals(q, k, v, global_q, global_k, global_v, **options):
     is_global = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool)
     tokens = GlobalTokens(is_global, None, global_q, global_k, global_v)
     return ops.longformer_attention(q, k, v, window=3, global_tokens=tokens, **options)
-
-
-def favor(q, k, v, impl):
-    return AttentionOutput(ops.favor_attention(q, k, v, widen(q).new_ones(8, D), scale=1.0))
 
 
 def linear(q, k, v, decay, *, causal, **options):
@@ -148,7 +143,6 @@ CASES = {
     "linformer, blocks": Case(
         "linformer_block_attention", ops.linformer_block_attention, BLOCK, POOLING, states=True
     ),
-    "favor": Case("favor_attention", favor, lengths=PAIRS),
     "block_sparse": Case(
         "block_sparse_attention",
         ops.block_sparse_attention,

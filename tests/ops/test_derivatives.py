@@ -89,11 +89,6 @@ def shared_qk(q, k, v, **options):
     return ops.shared_qk_attention(q, k, v, num_hashes=2, chunk_size=4, **options).out
 
 
-def favor(q, k, v):
-    projection = torch.linspace(-1, 1, 6 * SIZE, dtype=q.dtype).view(6, SIZE)
-    return ops.favor_attention(q, k, v, projection, scale=0.5)
-
-
 def random_features(q, k, v):
     projection = torch.linspace(-1, 1, 6 * SIZE, dtype=q.dtype).view(6, SIZE)
     shift = key_shift(projection)
@@ -115,7 +110,6 @@ MASKS = {"causal": {"mask": CAUSAL}, "full": {"mask": FULL}}
 BOTH, ALL = ("torch", "reference"), ("cpp", "torch", "reference")
 # Name, op, function, shapes, variants, implementations; None if the op has no choice
 TABLE = [
-    ("favor_attention", favor, (), {"": {}}, None),
     ("random features", random_features, (), {"": {}}, None),
     ("state summary", state_summary, (HEADS,), {"": {}}, None),
     (

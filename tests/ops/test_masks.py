@@ -23,7 +23,6 @@ def log_decay(take):
 OPS = {
     "block_sparse_attention": {},
     "delta_attention": {"beta": GATES.exp()},
-    "favor_attention": {"projection": torch.randn(6, D), "scale": 1.0},
     "flash_attention": {},
     "hybrid_attention": {"branch": BRANCH, "window": 3, "scale": 1.0},
     "linear_attention": {},
@@ -46,7 +45,7 @@ PADDING = {
     "integers": torch.ones(B, T, dtype=torch.long),
     "a list": [[True] * T] * B,
 }
-BIDIRECTIONAL = ("favor_attention", "linformer_attention")
+BIDIRECTIONAL = ("linformer_attention",)
 PACKED = ("flash", "longformer", "lsh", "shared_qk", "softmax")
 BY_SEQUENCE = {
     x for x in OPS if x.split("_")[-2] in ("linear", "delta", "hybrid", "mlstm", "rwkv6", "gated")
@@ -89,7 +88,6 @@ def test_segments_that_do_not_fit_are_refused(op):
 
 
 UNREAD = {  # by op: fields that restrict attention and that it does not read
-    "favor": ("window", "function"),
     "linformer": ("window", "function", "segment_ids"),
     **dict.fromkeys(("linformer_block", "block_sparse"), ("window", "function", "segment_ids")),
     **dict.fromkeys(("lsh", "shared_qk"), ("window", "function")),

@@ -17,7 +17,6 @@ from tests.helpers import by_sequence
 B, H, HKV, T, D, F = 2, 4, 2, 40, 16, 32
 GENERATOR = torch.Generator().manual_seed(0)  # module code runs before the fixture that seeds tests
 DECAY = torch.tensor([-0.1, -0.5])
-PROJECTION = torch.randn(24, D, generator=GENERATOR)
 TOKENS, CHANNELS, MATRICES = (B, HKV, T), (B, HKV, T, D), (B, HKV, T, D, D)
 QUERIES, KEYS = (B, H, T, D), (B, HKV, T, D)
 WEIGHTS = {"query weights": (H, D, D), "key weights": (HKV, D, D)}
@@ -71,10 +70,6 @@ def matrix_gated(q, k, v, gate, **options):
     return ops.matrix_gated_attention(q, k, v, log_decay=lambda take: -take(gate, 2), **options)
 
 
-def favor(q, k, v, *, mask, **_):
-    return ops.favor_attention(q, k, v, PROJECTION, scale=0.3, mask=mask)
-
-
 CAUSAL, FULL, EITHER = (True,), (False,), (True, False)
 TORCH, CPP = ("torch", "reference"), ("cpp", "torch", "reference")
 LSH = {"num_hashes": 2, "chunk_size": 8}
@@ -122,7 +117,6 @@ CASES = {
         CAUSAL,
         ("torch",),
     ),
-    "favor": (favor, {}, FULL, ("torch",)),
     "lsh": (partial(ops.lsh_attention, window=4, **LSH), {}, EITHER, CPP),
     "shared_qk": (partial(ops.shared_qk_attention, **LSH), {}, FULL, TORCH),
     "block_sparse": (

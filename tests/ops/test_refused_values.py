@@ -29,7 +29,7 @@ from attnzoo.ops.block_sparse.options import SparseOptions
 from attnzoo.ops.block_sparse.selection import NO_BLOCK
 from attnzoo.ops.hybrid.api import hybrid_attention
 from attnzoo.ops.hybrid.parts import LinearBranch
-from attnzoo.ops.window.blockwise_cpu import LocalOptions
+from attnzoo.ops.window.band import LocalOptions
 from attnzoo.ops.window.causal_window import causal_window_attention
 from attnzoo.ops.window.cpu.band import band_attention_cpp
 from attnzoo.ops.window.pattern import Band, GlobalIndices

@@ -78,7 +78,6 @@ CASES = {
         ),
         {"q": (B, 2, T, N), "k": (B, 1, T, N), "weights": (B, 2, T)},
     ),
-    "favor": (lambda *x, p: ops.favor_attention(*x, p, scale=0.3), {"p": (N, D)}),
     "linear": (ops.linear_attention, {"log_decay": CHANNELS}),
     "linear step": (
         lambda kv, k: ops.linear_attention(*qkv(ONE), state=LinearState(kv, k)),
@@ -136,7 +135,7 @@ TAKES_QKV = {name for name in CASES if "step" not in name} - {
 }
 LOG_DECAYS = {"log_decay", "decay"}  # at most 0
 FREE = {  # dims of any size
-    *(("favor", "p", 0), ("linformer", "key_rows", 1), ("linformer", "value_rows", 1)),
+    *(("linformer", "key_rows", 1), ("linformer", "value_rows", 1)),
 }
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor
 
 from attnzoo.contract.masks import AttentionMask
+from attnzoo.ops.window.band import LocalOptions
+from attnzoo.ops.window.pattern import Band, split_sinks
 
 
 class FlashCall(NamedTuple):
@@ -40,3 +43,16 @@ class FlashCall(NamedTuple):
         elif mask.segment_ids is not None and mask.q_offset != keys - queries:
             reasons.append("segments are given, and the queries are not the last of the keys")
         return reasons
+
+    def band_options(self) -> LocalOptions:
+        """Return the window, or all keys as one, with the masks and the first tokens."""
+        mask, keys = self.mask, self.k.shape[2]
+        before, after = (min(side, keys) for side in mask.window or (keys, keys))
+        band = Band(before, 0 if mask.causal else after, 1)
+        options = LocalOptions(
+            band, mask.causal, self.scale, mask.padding, segment_ids=mask.segment_ids
+        )
+        if mask.num_sinks:
+            sinks = split_sinks(mask, keys, self.k.device)
+            options = replace(options, key_mask=sinks.others, global_indices=sinks.indices)
+        return options

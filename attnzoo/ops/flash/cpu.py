@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from attnzoo.ops.flash.call import FlashCall
-from attnzoo.ops.window.blockwise_cpu import LocalOptions
 from attnzoo.ops.window.cpu.band import band_attention_cpp, band_cpp_reasons
-from attnzoo.ops.window.pattern import Band, split_sinks
 from attnzoo.runtime.kernel_calls import is_transformed
 
 FEW_QUERIES = 8  # with a window; the kernel computes 32 queries at a time
@@ -76,13 +72,5 @@ def cpp_reasons(x: FlashCall) -> list[str]:
 
 def run_cpp(x: FlashCall) -> Tensor:
     """Compute a call with a sliding window, or with all keys."""
-    mask = x.mask
-    assert isinstance(mask.q_offset, int)
-    keys = x.k.shape[2]
-    before, after = (min(side, keys) for side in mask.window or (keys, keys))
-    band = Band(before, 0 if mask.causal else after, 1)
-    options = LocalOptions(band, mask.causal, x.scale, mask.padding, segment_ids=mask.segment_ids)
-    if mask.num_sinks:
-        sinks = split_sinks(mask, x.k.shape[2], x.k.device)
-        options = replace(options, key_mask=sinks.others, global_indices=sinks.indices)
-    return band_attention_cpp(x.q, x.k, x.v, options, mask.q_offset)[0].to(x.v.dtype)
+    assert isinstance(x.mask.q_offset, int)
+    return band_attention_cpp(x.q, x.k, x.v, x.band_options(), x.mask.q_offset)[0].to(x.v.dtype)

@@ -1,7 +1,7 @@
 """Fused softmax attention by torch's ``scaled_dot_product_attention``.
 
 A call keeps the fastest kernel where it can: causality is a flag instead of a mask, and a sliding
-window becomes blocks along the band. Other letters: N blocks, C queries of a block, w window.
+window becomes blocks along the band. Other letters: C queries of a block, w window.
 """
 
 from __future__ import annotations
@@ -12,12 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from attnzoo.contract.masks import Window
-from attnzoo.contract.padding import gather_tokens
 from attnzoo.ops.flash.call import FlashCall
 from attnzoo.ops.softmax.sdpa import KERNELS, fastest_kernel_first, grouped_sdpa, sdpa
-from attnzoo.ops.window.band import MIN_BLOCK, band_blocks, band_mask, unblock
-from attnzoo.ops.window.pattern import split_sinks
+from attnzoo.ops.window.band import MIN_BLOCK, band_attention
 
 BLOCK = 1024  # C where many queries follow earlier keys
 
@@ -26,7 +23,7 @@ def run_sdpa(x: FlashCall) -> Tensor:
     """Compute a call in the form that keeps torch's fastest kernel."""
     length, keys = x.q.shape[2], x.k.shape[2]
     if _has_narrow_band(x):
-        return _band_sdpa(x)
+        return band_attention(x.q, x.k, x.v, x.band_options(), dropout=x.dropout)[0]
     if _only_causal(x) and isinstance(x.mask.q_offset, int):
         is_causal = length > 1 and length == keys and x.mask.q_offset == 0
         if is_causal or x.mask.q_offset >= keys - 1:
@@ -104,29 +101,3 @@ def _has_narrow_band(x: FlashCall) -> bool:
     width = mask.window[0] + (0 if mask.causal else mask.window[1])
     long_enough = length > 2 * max(width, MIN_BLOCK)
     return no_offset and x.bias is None and x.sinks is None and long_enough
-
-
-def _band_sdpa(x: FlashCall) -> Tensor:
-    """Compute blocks of queries, each with the keys of its band only: O(T w)."""
-    assert x.mask.window is not None
-    window: Window = (x.mask.window[0], 0 if x.mask.causal else x.mask.window[1])
-    batch, length = x.q.shape[0], x.q.shape[2]
-    block = max(sum(window), MIN_BLOCK)
-    q, k, v = band_blocks(x.q, x.k, x.v, block=block, window=window)
-    sinks = split_sinks(x.mask, length, x.q.device) if x.mask.num_sinks else None
-    in_band = x.mask if sinks is None else replace(x.mask, padding=sinks.others)
-    mask = band_mask(length, block=block, window=window, mask=in_band, device=x.q.device)
-    mask = mask.repeat(q.shape[0] // mask.shape[0], 1, 1, 1)
-    if sinks is not None:
-        blocks = q.shape[0] // batch
-        k, v = (
-            torch.cat(
-                [gather_tokens(all_keys, sinks.columns(batch)).repeat_interleave(blocks, 0), y], 2
-            )
-            for all_keys, y in ((x.k, k), (x.v, v))
-        )
-        seen = sinks.seen(blocks * block, causal=x.mask.causal)  # [1 or B, N * C, G]
-        seen = seen.expand(batch, -1, -1).reshape(q.shape[0], 1, block, -1)
-        mask = torch.cat([seen, mask], 3)
-    out = sdpa(q, k, v, scale=x.scale, mask=mask, dropout=x.dropout)  # [B * N, H, C, E]
-    return unblock(out, batch, length)

@@ -1,10 +1,8 @@
 """Longformer attention by blocks of queries, the heads of one band together.
 
-In C++ on CPUs. In PyTorch operations, blocks are computed one after another on a CPU, and
-recomputed in the backward pass; on a GPU, under ``torch.compile`` and with dropout, in one batch.
-Fewer queries than keys, as in decoding with a KV cache, and padding inside of the mask's window are
-computed densely. Other letters: N
-blocks, C queries of a block, W keys of a block's band, G global keys, w window, d dilation.
+In C++ on CPUs, or in PyTorch operations. Fewer queries than keys, as in decoding with a KV cache,
+and padding inside of the mask's window are computed densely. Other letters: C queries of a block,
+w window.
 """
 
 from __future__ import annotations
@@ -13,18 +11,14 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.contract.masks import AttentionMask, Window
-from attnzoo.contract.padding import gather_tokens
 from attnzoo.ops.longformer.call import LongformerCall
 from attnzoo.ops.longformer.global_rows import attend_local_and_global
 from attnzoo.ops.softmax.sdpa import sdpa
-from attnzoo.ops.window.band import MIN_BLOCK, band_blocks, band_mask
-from attnzoo.ops.window.blockwise_cpu import LocalOptions, blockwise_local_attention
+from attnzoo.ops.window.band import LocalOptions, band_attention
 from attnzoo.ops.window.cpu.band import band_attention_cpp, band_cpp_reasons
-from attnzoo.ops.window.pattern import Band, GlobalIndices, gather_bias
+from attnzoo.ops.window.pattern import Band, GlobalIndices
 
 QUERY_BLOCK = 256  # C, where the mask is no band
 GAPS = "padding inside a sequence counts in the mask's window"
@@ -37,9 +31,7 @@ def run_torch(x: LongformerCall) -> Tensor:
     """Compute a call by bands, or densely if its mask is no band."""
     if x.is_dense:
         return _dense_query_blocks(x)
-    blockwise = x.q.device.type == "cpu" and x.dropout == 0 and not torch.compiler.is_compiling()
-    attend = _blockwise if blockwise else partial(batched_local_attention, dropout=x.dropout)
-    return attend_local_and_global(x, partial(attend_by_band, attend=attend))
+    return attend_local_and_global(x, partial(attend_by_band, attend=partial(_in_torch, x.dropout)))
 
 
 def cpp_reasons(x: LongformerCall) -> list[str]:
@@ -86,6 +78,12 @@ def run_by_band(x: LongformerCall, attend: Callable[..., Tensor]) -> Tensor:
     return attend_local_and_global(x, partial(attend_by_band, attend=attend))
 
 
+def _in_torch(
+    dropout: float, q: Tensor, k: Tensor, v: Tensor, options: LocalOptions, bias: Tensor | None
+) -> Tensor:
+    return band_attention(q, k, v, options, bias, dropout)[0]
+
+
 def _compiled(
     q: Tensor,
     k: Tensor,
@@ -95,12 +93,6 @@ def _compiled(
     offset: int = 0,
 ) -> Tensor:
     return band_attention_cpp(q, k, v, options, offset)[0].to(v.dtype)
-
-
-def _blockwise(
-    q: Tensor, k: Tensor, v: Tensor, options: LocalOptions, bias: Tensor | None
-) -> Tensor:
-    return blockwise_local_attention(q, k, v, options, bias)[0]
 
 
 def attend_by_band(
@@ -197,165 +189,14 @@ def _dense_block(x: LongformerCall) -> Tensor:
     if x.window is not None:
         apart = positions[:, None] - torch.arange(length, device=x.q.device)
         mask = mask & (apart <= x.window[0]) & (apart >= -x.window[1])
+    attend = partial(sdpa, scale=x.scale, bias=x.bias, dropout=x.dropout)
     if x.global_tokens is None:
-        return _softmax(x, x.q, x.k, x.v, mask & allowed)
+        return attend(x.q, x.k, x.v, mask=mask & allowed)
     is_global = x.global_tokens.is_global
     mask = (mask | is_global[:, None, None, :]) & allowed
-    local_rows = _softmax(x, x.q, x.k, x.v, mask)
+    local_rows = attend(x.q, x.k, x.v, mask=mask)
     q, k, v = x.global_qkv
     if x.global_tokens.q is not None:
         q = q.index_select(2, positions)
-    global_rows = _softmax(x, q, k, v, allowed)
+    global_rows = attend(q, k, v, mask=allowed)
     return torch.where(of_queries(is_global), global_rows, local_rows)
-
-
-def _softmax(x: LongformerCall, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Return softmax attention under a mask, in float32 or wider; an empty row gives zeros."""
-    batch, heads, length, size = q.shape
-    key_heads, keys = k.shape[1:3]
-    rows = heads // key_heads * length  # the query heads of a key head, one after another
-    wide = torch.promote_types(q.dtype, torch.float32)
-    grouped = q.to(wide).reshape(batch, key_heads, rows, size)
-    products = grouped @ k.to(wide).transpose(2, 3)
-    scores = products.view(batch, heads, length, keys) * x.scale
-    if x.bias is not None:
-        scores = scores + x.bias
-        mask = mask & (scores > -torch.inf)  # a bias of -inf hides keys
-    sees_any = mask.any(-1, keepdim=True)
-    scores = scores.masked_fill(~mask, -torch.inf).masked_fill(~sees_any, 0)
-    weights = torch.softmax(scores, -1)
-    weights = torch.dropout(weights.masked_fill(~sees_any, 0), x.dropout, train=x.dropout > 0)
-    out = weights.view(batch, key_heads, rows, keys) @ v.to(wide)
-    return out.view(batch, heads, length, v.shape[3]).to(v.dtype)
-
-
-# -- one batch of blocks ---------------------------------------------------------------------------
-
-
-def batched_local_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: LocalOptions,
-    bias: Tensor | None = None,
-    dropout: float = 0.0,
-) -> Tensor:
-    """Return attention within a band and to global keys.
-
-    Each block of C queries with the W keys of its band is a small dense problem, to which the
-    global keys are added. Torch's ``scaled_dot_product_attention`` computes all of them in one
-    call. Time O(T (w + G) D); memory O(T (w + G)) for the mask, and what torch's kernel saves.
-
-    Args:
-        q: Queries, ``[B, H, T, D]``; all heads have the same band.
-        k: Keys, ``[B, Hkv, T, D]``.
-        v: Values, ``[B, Hkv, T, E]``.
-        options: Band, scale and masks. A query that sees no key gives zeros.
-        bias: Added to the scores, ``[1 or B, H, 1 or T, T]``.
-        dropout: Probability of dropping a weight.
-
-    Returns:
-        ``[B, H, T, E]`` in the dtype of ``v``.
-    """
-    batch, heads, tokens, _ = q.shape
-    step = min(options.band.dilation, tokens)
-    phases = [_split_phases(x, step) for x in (q, k, v)]
-    length = phases[0].shape[2]  # T / d, rounded up
-    window: Window = (min(options.band.before, length - 1), min(options.band.after, length - 1))
-    block = max(sum(window), MIN_BLOCK)
-    queries, keys, values = band_blocks(*phases, block=block, window=window)
-    mask = band_mask(
-        length, block=block, window=window, mask=_phase_mask(options, step, q), device=q.device
-    )
-    mask = mask.repeat(len(queries) // len(mask), 1, 1, 1)  # [B d N, 1, C, W]
-    if options.global_indices is not None:
-        copies, index = len(queries) // batch, options.global_indices.positions
-        keys, values = (
-            torch.cat([gather_tokens(x, index).repeat_interleave(copies, 0), in_band], 2)
-            for x, in_band in ((k, keys), (v, values))
-        )
-        mask = torch.cat([_global_mask(options, step, length, block, batch), mask], 3)
-    if bias is not None:
-        bias = _block_bias(bias, options, step, length, block, window, batch)
-    out = sdpa(
-        queries, keys, values, scale=options.scale, mask=mask, bias=bias, dropout=dropout
-    )  # [B d N, H, C, E]
-    out = out.view(batch, step, -1, heads, block, v.shape[3]).permute(0, 3, 2, 4, 1, 5)
-    out = out.reshape(batch, heads, -1, step, v.shape[3])[:, :, :length]
-    return out.flatten(2, 3)[:, :, :tokens]
-
-
-def _split_phases(x: Tensor, step: int) -> Tensor:
-    """Make every d-th token a row of its own, ``[B d, H, T / d, D]``: a dilated band is plain."""
-    if step == 1:
-        return x
-    batch, heads, length, size = x.shape
-    x = F.pad(x, (0, 0, 0, -length % step)).reshape(batch, heads, -1, step, size)
-    return x.permute(0, 3, 1, 2, 4).flatten(0, 1)
-
-
-def _phase_mask(options: LocalOptions, step: int, q: Tensor) -> AttentionMask:
-    """Return the key mask and the segments of the phases; the end of a short phase is masked."""
-    batch, _, length, _ = q.shape
-    missing = -length % step
-
-    def split(x: Tensor) -> Tensor:  # [B, T] -> [B d, T / d]
-        x = F.pad(x, (0, missing)).expand(batch, -1)
-        return x.reshape(batch, -1, step).transpose(1, 2).flatten(0, 1)
-
-    key_mask, ids = options.key_mask, options.segment_ids
-    if key_mask is None and missing:
-        key_mask = torch.ones(1, length, dtype=torch.bool, device=q.device)
-    return AttentionMask(
-        padding=None if key_mask is None else split(key_mask),
-        segment_ids=None if ids is None else split(ids),
-    )
-
-
-def _global_mask(options: LocalOptions, step: int, length: int, block: int, batch: int) -> Tensor:
-    """Return the mask of the global keys, ``[B d N, 1, C, G]`` bool, true where seen."""
-    assert options.global_indices is not None
-    positions, valid = options.global_indices
-    blocks = -(-length // block)
-    mask = valid[:, None, None, None, :].expand(batch, step, blocks, block, -1)
-    if options.causal:
-        device = positions.device
-        query = torch.arange(blocks * block, device=device) * step
-        query = query + torch.arange(step, device=device)[:, None]
-        query = query.view(1, step, blocks, block, 1)
-        mask = mask & (positions[:, None, None, None, :] <= query)
-    return mask.reshape(batch * step * blocks, 1, block, -1)
-
-
-def _block_bias(
-    bias: Tensor,
-    options: LocalOptions,
-    step: int,
-    length: int,
-    block: int,
-    window: Window,
-    batch: int,
-) -> Tensor:
-    """Gather the bias of every block from ``[1 or B, H, 1 or T, T]``.
-
-    Returns:
-        ``[B d N, H, 1 or C, G + W]``; arbitrary at keys outside the sequence, which are masked.
-    """
-    blocks, device, last = -(-length // block), bias.device, bias.shape[3] - 1
-    first = block * torch.arange(blocks, device=device)[:, None]
-    phase = torch.arange(step, device=device)[:, None, None]
-
-    def positions(begin: int, end: int) -> Tensor:  # [d, N, ...]
-        return (phase + step * (first + torch.arange(begin, end, device=device))).clamp(0, last)
-
-    keys = positions(-window[0], block + window[1])[:, :, None, :]
-    queries = positions(0, block)
-    queries = queries[..., None] if bias.shape[2] > 1 else queries.new_zeros(1, 1, 1, 1)
-    found = bias[:, :, queries, keys].expand(batch, *[-1] * 5)  # [B, H, d, N, 1 or C, W]
-    if options.global_indices is not None:
-        of_globals = gather_bias(bias, None, options.global_indices.positions)[
-            :, :, queries[..., 0]
-        ]
-        of_globals = of_globals.expand(*found.shape[:4], -1, -1)  # [B, H, d, N, 1 or C, G]
-        found = torch.cat([of_globals, found], 5)
-    return found.permute(0, 2, 3, 1, 4, 5).flatten(0, 2)

@@ -29,7 +29,7 @@ from attnzoo.ops.flash.api import (
 from attnzoo.ops.longformer.by_band import GAPS, attend_by_band, run_by_band
 from attnzoo.ops.longformer.call import LongformerCall
 from attnzoo.ops.longformer.global_rows import attend_local_and_global
-from attnzoo.ops.window.blockwise_cpu import LocalOptions
+from attnzoo.ops.window.band import LocalOptions
 from attnzoo.ops.window.pattern import GlobalIndices
 
 

@@ -10,7 +10,6 @@ of sequences, R rows or sequences.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -31,8 +30,7 @@ from attnzoo.contract.padding import fill_padding, gather_tokens
 from attnzoo.contract.sequences import Sequences, take
 from attnzoo.contract.states import ImplChoice, put_slots, read_slots
 from attnzoo.contract.validation import check_sequences, check_size, is_empty_call
-from attnzoo.ops.window.band import band_softmax
-from attnzoo.ops.window.blockwise_cpu import LocalOptions, blockwise_local_attention
+from attnzoo.ops.window.band import LocalOptions, band_attention
 from attnzoo.ops.window.cpu.band import OutsideSums, band_attention_cpp, band_cpp_reasons
 from attnzoo.ops.window.pattern import Band, GlobalIndices, SinkKeys, split_sinks
 
@@ -381,25 +379,8 @@ def attend_torch(
     assert outside is None
     if offset:
         q = F.pad(q, (0, 0, offset, 0))
-    if q.device.type == "cpu" and not torch.compiler.is_compiling():
-        wide = torch.promote_types(q.dtype, torch.float32)
-        if options.key_mask is not None:
-            options = replace(options, key_mask=options.key_mask.expand(q.shape[0], -1))
-        out, lse = blockwise_local_attention(q.to(wide), k.to(wide), v.to(wide), options)
-        return out[:, :, offset:], lse[:, :, offset:]
-    mask = AttentionMask(padding=options.key_mask, segment_ids=options.segment_ids)
-    reach = options.band[:2]
-    near, near_lse = band_softmax(q, k, v, window=reach, scale=options.scale, mask=mask)
-    q, near, near_lse = (x[:, :, offset:] for x in (q, near, near_lse))
-    if options.global_indices is None:
-        return near, near_lse
-    assert options.key_mask is not None
-    sinks = SinkKeys(options.global_indices, options.key_mask)
-    first_k, first_v = (gather_tokens(y, sinks.columns(q.shape[0])) for y in (k, v))
-    seen = sinks.seen(q.shape[2], causal=True, offset=offset)[:, None]
-    first, first_lse = dense_softmax(q, first_k, first_v, seen, options.scale)
-    lse = torch.logaddexp(near_lse, first_lse)
-    return near * (near_lse - lse).exp() + first * (first_lse - lse).exp(), lse
+    out, lse = band_attention(q, k, v, options)
+    return out[:, :, offset:], lse[:, :, offset:]
 
 
 def attend_dense(

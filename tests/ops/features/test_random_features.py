@@ -6,10 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from attnzoo.contract.masks import AttentionMask
-from attnzoo.errors import UnsupportedError
-from attnzoo.ops.favor import api as favor
-from attnzoo.ops.favor.api import favor_attention
+from attnzoo.contract.padding import fill_padding
 from attnzoo.ops.features.random_features import (
     KEY_BOUND,
     key_shift,
@@ -18,6 +15,7 @@ from attnzoo.ops.features.random_features import (
     positive_queries,
     random_projection,
 )
+from attnzoo.ops.linear.api import linear_attention
 
 D, M, SCALE = 8, 24, 0.3
 
@@ -169,10 +167,6 @@ def test_no_key_exceeds_the_bound(dtype):
 # -- bidirectional attention ---------------------------------------------------------------------
 
 
-def attention_mask(padding_mask):
-    return None if padding_mask is None else AttentionMask(padding=padding_mask)
-
-
 def make_padding_mask(keys):
     padding_mask = torch.rand(3, keys) > 0.4
     padding_mask[0] = True
@@ -180,48 +174,25 @@ def make_padding_mask(keys):
     return padding_mask
 
 
-@pytest.mark.parametrize("block_size", [2**16, 128])  # one block, and blocks of five tokens
+def attend(q, k, v, projection, *, scale, padding_mask=None):
+    """Return bidirectional attention as the backend computes it."""
+    shift = measured_shift(k, projection, scale=scale, padding_mask=padding_mask)
+    q = positive_queries(q, projection, shift, scale=scale)
+    k = fill_padding(positive_keys(k, projection, shift, scale=scale), padding_mask)
+    return linear_attention(q, k, v, causal=False, normalize=True, eps=1e-30).out
+
+
 @pytest.mark.parametrize("padded", [False, True])
-def test_attention_matches_the_dense_formula(block_size, padded, monkeypatch):
-    monkeypatch.setattr(favor, "BLOCK_SIZE", block_size)
+def test_attention_matches_the_dense_formula(padded):
     projection = random_projection(M, D).double()
     q, k, v = draw(3, 4, 13, D), draw(3, 2, 29, D), draw(3, 2, 29, 6)
     k = k * torch.linspace(3, 0.1, 29, dtype=torch.float64)[:, None]  # the maximum grows
     padding_mask = make_padding_mask(29) if padded else None
-    out = favor_attention(q, k, v, projection, scale=SCALE, mask=attention_mask(padding_mask))
+    out = attend(q, k, v, projection, scale=SCALE, padding_mask=padding_mask)
     seen = None if padding_mask is None else padding_mask[:, None, None, :]
     assert_close(out, dense(q, k, v, projection, seen))
     if padding_mask is not None:
         assert not out[1].any()
-
-
-@pytest.mark.parametrize("block_size", [2**16, 16])
-def test_attention_gradients(block_size, monkeypatch):
-    monkeypatch.setattr(favor, "BLOCK_SIZE", block_size)
-    projection = random_projection(6, 4).double()
-    padding_mask = torch.tensor([[True, True, False, True], [False] * 4])
-    leaves = [x.requires_grad_() for x in (draw(2, 4, 5, 4), draw(2, 2, 4, 4), draw(2, 2, 4, 3))]
-    for mask in (None, AttentionMask(padding=padding_mask)):
-        assert torch.autograd.gradcheck(
-            lambda *x, mask=mask: favor_attention(*x, projection, scale=SCALE, mask=mask), leaves
-        )
-
-
-@pytest.mark.parametrize(
-    "mask", [AttentionMask(causal=True), AttentionMask(segment_ids=torch.zeros(1, 3).long())]
-)
-def test_attention_supports_only_padding(mask):
-    x = [draw(1, 2, 3, D) for _ in range(3)]
-    with pytest.raises(UnsupportedError, match=r"supports only padding.*use linear_attention"):
-        favor_attention(*x, random_projection(M, D), scale=SCALE, mask=mask)
-
-
-def test_attention_supports_any_strides():
-    projection = random_projection(M, D)
-    tensors = [draw(2, 40, 3, n, dtype=torch.float32).transpose(1, 2) for n in (D, D, 6)]
-    out = favor_attention(*tensors, projection, scale=SCALE)
-    expected = favor_attention(*(x.contiguous() for x in tensors), projection, scale=SCALE)
-    assert_close(out, expected)
 
 
 @pytest.mark.parametrize("size", [1.0, 10.0, 100.0])
@@ -231,7 +202,7 @@ def test_large_keys_neither_overflow_nor_underflow(size):
     leaves = [
         draw(1, 2, 50, 32, size=n, dtype=torch.float32).requires_grad_() for n in (size, size, 1.0)
     ]
-    out = favor_attention(*leaves, projection, scale=32**-0.5)
+    out = attend(*leaves, projection, scale=32**-0.5)
     q, k, v = (x.detach().double() for x in leaves)
     exponents = [
         x * 32**-0.25 @ projection.double().T - x.square().sum(-1, keepdim=True) * 32**-0.5 / 2

@@ -17,27 +17,19 @@ from attnzoo.ops.longformer.api import GlobalTokens, longformer_attention
 from attnzoo.ops.longformer.call import LongformerCall
 from attnzoo.ops.longformer.reference import run_reference
 from attnzoo.ops.longformer.varlen import run_by_varlen
-from attnzoo.ops.window import blockwise_cpu
 from attnzoo.ops.window.pattern import Pattern, global_indices
 from tests.helpers import D, E, H, draw, qkv
 from tests.ops.dense_varlen import replace_kernel
 
 B, T = 2, 45
-PATHS = ["reference", "blockwise", "batched", "cpp"]
+PATHS = ["reference", "torch", "cpp"]
 
 
 @pytest.fixture(params=PATHS)
 def attend(request, monkeypatch):
     """Return the op by one of its paths, with blocks so short that there are several."""
-    monkeypatch.setattr(blockwise_cpu, "BLOCK", 8)
-    monkeypatch.setattr("attnzoo.ops.longformer.by_band.MIN_BLOCK", 8)
-    if request.param == "batched":
-
-        def batched(q, k, v, options, bias):
-            return by_band.batched_local_attention(q, k, v, options, bias), None
-
-        monkeypatch.setattr(by_band, "blockwise_local_attention", batched)
-    impl = {"blockwise": "torch", "batched": "torch"}.get(request.param, request.param)
+    monkeypatch.setattr("attnzoo.ops.window.band.MIN_BLOCK", 8)
+    impl = request.param
     return lambda *args, **options: run(*args, impl=impl, **options)
 
 
@@ -304,10 +296,9 @@ def test_gradcheck(impl):
     assert torch.autograd.gradcheck(function, x, fast_mode=True)
 
 
-@pytest.mark.parametrize("impl", ["torch", "cpp"])
-def test_a_second_derivative_is_refused(impl):
+def test_a_second_derivative_is_refused():
     x = [t.requires_grad_() for t in qkv(T)]
-    out = run(*x, window=3, impl=impl)
+    out = run(*x, window=3, impl="cpp")
     (grad,) = torch.autograd.grad(out.square().sum(), x[0], create_graph=True)
     with pytest.raises(UnsupportedError, match="first derivatives only"):
         grad.sum().backward()
@@ -356,7 +347,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("attend", ["blockwise", "batched", "cpp"], indirect=True)
+@pytest.mark.parametrize("attend", ["torch", "cpp"], indirect=True)
 def test_memory_is_linear(attend):
     sizes, kept = {}, {}
     for length in (256, 1024):
@@ -375,14 +366,6 @@ def test_memory_is_linear(attend):
     assert sizes[1024] <= 4.5 * sizes[256]
     assert kept[1024] <= 4.5 * kept[256]
     assert sizes[1024] < 1024 * 1024 / 4
-
-
-def test_blockwise_attention_saves_its_inputs_only():
-    x = [torch.randn(1, 2, 512, 4).requires_grad_() for _ in range(3)]
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        longformer_attention(*x, window=100, impl="torch")
-    assert sum(t.numel() for t in saved) == sum(t.numel() for t in x)
 
 
 # -- transformers' own ---------------------------------------------------------------------------

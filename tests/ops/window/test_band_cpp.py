@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from attnzoo.ops.window.blockwise_cpu import LocalOptions
+from attnzoo.ops.window.band import LocalOptions
 from attnzoo.ops.window.cpu.band import (
     BAND,
     OutsideSums,

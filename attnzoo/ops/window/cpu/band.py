@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.errors import UnsupportedError, short_repr
-from attnzoo.ops.window.blockwise_cpu import LocalOptions
+from attnzoo.ops.window.band import LocalOptions
 from attnzoo.runtime import cpp
 from attnzoo.runtime.cpp.layout import Function
 from attnzoo.runtime.kernel_calls import (
