@@ -6,10 +6,9 @@ applied when the module that it patches is imported. ``__init__.pyi`` lists the 
 
 from attnzoo.autoload import after_import
 from attnzoo.hf.patches import PATCHES
-from attnzoo.hf.peft_patches import PEFT_PATCHES
 from attnzoo.lazy_names import lazy_names
 
 __version__ = "0.2.0"
 __getattr__, __dir__, __all__ = lazy_names(__name__)
 
-after_import({**PATCHES, **PEFT_PATCHES})
+after_import(PATCHES)

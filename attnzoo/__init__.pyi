@@ -19,12 +19,12 @@ from attnzoo.evaluation.kernel_checks import check_kernels as check_kernels
 from attnzoo.evaluation.memory import estimate_memory as estimate_memory
 from attnzoo.hf.context_parallel import context_parallel as context_parallel
 from attnzoo.hf.describe import describe as describe
-from attnzoo.hf.heads.pruning import prune_heads as prune_heads
 from attnzoo.hf.models.positions import extend_positions as extend_positions
 from attnzoo.hf.models.speed_up import speed_up as speed_up
+from attnzoo.hf.pruning import prune_heads as prune_heads
 from attnzoo.hf.stock.convert import convert as convert
-from attnzoo.hf.swap.convert import restore as restore
-from attnzoo.hf.swap.convert import swap as swap
+from attnzoo.hf.swap import restore as restore
+from attnzoo.hf.swap import swap as swap
 from attnzoo.registry import available_backends as available_backends
 from attnzoo.registry import get_backend as get_backend
 from attnzoo.spec import AttentionSpec as AttentionSpec

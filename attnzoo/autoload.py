@@ -5,37 +5,14 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
 
 # Patches that this version of a package has no place for, by module: the reason. Nothing is swapped
 # then; an import of the package must not fail because attnzoo is installed.
 FAILED_PATCHES: dict[str, str] = {}
-
-
-def mark_patched(cls: Any) -> bool:
-    """Mark a class as patched and return whether it was not marked before."""
-    is_new = "_attnzoo_patched" not in vars(cls)
-    cls._attnzoo_patched = True
-    return is_new
-
-
-def guarded(patch: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return a patch that records a name that is missing, instead of raising."""
-
-    @wraps(patch)
-    def apply(module: Any) -> None:
-        try:
-            patch(module)
-        except (AttributeError, KeyError) as error:
-            name = module.__name__
-            FAILED_PATCHES[name] = f"{patch.__name__} does not fit {name} ({error})"
-
-    return apply
 
 
 class _AfterLoading(Loader):

@@ -33,7 +33,7 @@ from attnzoo.evaluation.presets import preset_specs
 from attnzoo.evaluation.quality import EvalBatch, evaluate_rows, make_eval_batch
 from attnzoo.evaluation.timing import machine
 from attnzoo.hf.seam import cache_argument
-from attnzoo.hf.swap.convert import original_attention
+from attnzoo.hf.swap import original_attention
 from attnzoo.registry import available_backends
 from attnzoo.report.output_path import atomic_write
 from attnzoo.report.page import Part, line_plot, write_page
@@ -185,7 +185,7 @@ def measure_together(
     Args:
         model: A causal model in evaluation mode.
         contexts: By name, functions that return a context in which the model runs, such as that of
-            :func:`~attnzoo.hf.swap.convert.original_attention`.
+            :func:`~attnzoo.hf.swap.original_attention`.
         stream: Tokens that fill the caches, ``[L]``, on the model's device.
         lengths: Context lengths, increasing, at most L.
     """

@@ -36,7 +36,7 @@ from attnzoo.evaluation.models import spec_label
 from attnzoo.evaluation.presets import preset_specs
 from attnzoo.evaluation.results import FORMAT, Row, append, open_results
 from attnzoo.evaluation.timing import machine
-from attnzoo.hf.swap.convert import swap
+from attnzoo.hf.swap import swap
 from attnzoo.report.table import Table
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.transfer import extras

@@ -46,11 +46,12 @@ HF_ROWS = (
     {"attach"},
     {"saving"},
     {"adapters"},
-    {"heads", "swapped"},
+    {"heads", "swapped", "lora"},
+    {"pruning"},
     {"swap"},
     {"stock"},
     {"describe", "export"},
-    {"patches", "peft_patches"},  # call all of them, from transformers and PEFT
+    {"patches"},  # call all of them, from transformers and PEFT
 )
 HF_ROW = {unit: height for height, row in enumerate(HF_ROWS) for unit in row}
 # What modules below hf may import from outside; torch requires filelock, and the last
@@ -270,7 +271,7 @@ def test_imports_point_one_way():
         ("attnzoo.hf.attention.call", "from attnzoo.cli import app"),
         ("attnzoo.hf.seam", "from attnzoo.hf.patches import PATCHES"),
         ("attnzoo.hf.cache.state_layer", "def f():\n    from attnzoo.hf.attention import call"),
-        ("attnzoo.hf.masks", "import attnzoo.hf.swap.convert"),
+        ("attnzoo.hf.masks", "import attnzoo.hf.swap"),
         ("attnzoo.backends.linear", "from .base import register"),
     ],
 )
@@ -289,7 +290,7 @@ def test_a_wrong_import_is_found(module, source):
         ("attnzoo.registry", "def f(name):\n    return import_module(name)"),
         ("attnzoo.hf.cache.state_layer", "from transformers.cache_utils import Cache"),
         ("attnzoo.hf.patches", "def f():\n    from attnzoo.hf.swap import convert"),
-        ("attnzoo.hf.swap.convert", "from attnzoo.hf.extras import warn"),
+        ("attnzoo.hf.swap", "from attnzoo.hf.extras import warn"),
         ("attnzoo.cli", "from attnzoo import AttentionSpec\nimport rich"),
     ],
 )

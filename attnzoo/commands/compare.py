@@ -248,8 +248,8 @@ def heads(
     from attnzoo.compare.maps import HEADS, heads_table, pruning_table, write_heads
     from attnzoo.evaluation.heads import study_heads
     from attnzoo.evaluation.models import is_embedded
-    from attnzoo.hf.heads.pruning import prune_heads
     from attnzoo.hf.pretrained import load_pretrained
+    from attnzoo.hf.pruning import prune_heads
     from attnzoo.hf.saving.files import model_class, read_config, save_copy
     from attnzoo.report.output_path import check_file
 
@@ -369,7 +369,7 @@ def memory(
     values or states, and the peaks of a training step, of a prompt and of a decoded token.
     """
     from attnzoo.evaluation.memory import MemoryEstimator
-    from attnzoo.hf.saving.dtype import dtype_name, saved_dtype
+    from attnzoo.hf.saving.files import dtype_name, saved_dtype
     from attnzoo.report.table import format_length
 
     tokens = parse_size(max_length, "--max-length")

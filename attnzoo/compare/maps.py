@@ -24,7 +24,7 @@ from attnzoo.evaluation.models import is_embedded, max_positions, model_path, sp
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.pretrained import load_pretrained
 from attnzoo.hf.saving.files import model_class, read_config
-from attnzoo.hf.swap.convert import swap
+from attnzoo.hf.swap import swap
 from attnzoo.report.output_path import atomic_write
 from attnzoo.report.page import Part, Plot, line_plot, matrix_plot, write_page
 from attnzoo.report.table import Table, number

@@ -49,8 +49,7 @@ from attnzoo.evaluation.results import FORMAT, Row, append, open_results
 from attnzoo.evaluation.timing import machine
 from attnzoo.hf.configs import has_field, read_field
 from attnzoo.hf.layers import attention_layers
-from attnzoo.hf.saving.dtype import dtype_name, saved_dtype
-from attnzoo.hf.saving.files import empty_model, hash_weights
+from attnzoo.hf.saving.files import dtype_name, empty_model, hash_weights, saved_dtype
 from attnzoo.report.output_path import check_folder
 from attnzoo.spec import AttentionSpec
 

@@ -26,7 +26,7 @@ from attnzoo.evaluation.kernel_checks import check_kernels
 from attnzoo.evaluation.process import WorkerError, WorkerProcess
 from attnzoo.evaluation.rows import NonFiniteError
 from attnzoo.evaluation.timing import measure, measure_beside
-from attnzoo.hf.swap.convert import original_attention
+from attnzoo.hf.swap import original_attention
 
 OK, OUT_OF_MEMORY, TIMED_OUT = "ok", "out of memory", "timed out"
 REFUSED, FAILED, NOT_RUN = "refused", "failed", "not run"

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.corpus import cut_rows, first_documents, load_tokenizer
 from attnzoo.evaluation.rows import fingerprint, require_finite
-from attnzoo.hf.swap.convert import original_attention
+from attnzoo.hf.swap import original_attention
 
 ROWS = 8  # of each length
 SHORTEST = 64  # tokens

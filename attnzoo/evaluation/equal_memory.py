@@ -27,8 +27,7 @@ from attnzoo.hf.configs import read_field
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.names import NAME
 from attnzoo.hf.pretrained import build_model
-from attnzoo.hf.saving.dtype import saved_dtype
-from attnzoo.hf.saving.files import empty_model, model_class, read_config
+from attnzoo.hf.saving.files import empty_model, model_class, read_config, saved_dtype
 from attnzoo.hf.seam import cache_argument
 from attnzoo.spec import AttentionSpec
 

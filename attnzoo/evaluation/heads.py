@@ -25,10 +25,9 @@ from attnzoo.evaluation.embeddings import make_embedding_batch
 from attnzoo.evaluation.models import max_positions
 from attnzoo.evaluation.rows import Rows, beginnings
 from attnzoo.hf.configs import read_field
-from attnzoo.hf.heads.cut import original_heads
-from attnzoo.hf.heads.projections import head_projections
+from attnzoo.hf.heads import head_projections, original_heads
 from attnzoo.hf.layers import AttentionLayer, attention_layers
-from attnzoo.hf.swap.convert import restore, swap
+from attnzoo.hf.swap import restore, swap
 
 DIRECTIONS = 8  # random ones, along which the change of embeddings is measured
 MEASURES = ("gradient", "entropy", "distance")

@@ -30,7 +30,6 @@ from attnzoo.evaluation.timing import machine
 from attnzoo.hf import seam
 from attnzoo.hf.names import NAME
 from attnzoo.hf.patches import PATCHES
-from attnzoo.hf.peft_patches import PEFT_PATCHES
 from attnzoo.hf.release_check import check_release, installed_versions, untested
 from attnzoo.ops import flash_attention
 from attnzoo.ops.flash.varlen import device_reasons as varlen_device_reasons
@@ -102,7 +101,6 @@ def _checks(full: bool, fresh: bool) -> Iterator[tuple[str, Callable[[], str]]]:
         yield from ((name + place, check) for name, check in checks)
     yield "patches of transformers", _patches
     yield "swapped models in transformers", _release
-    yield "layers that speed_up replaces", partial(_release, attnzoo.speed_up)
 
 
 def _device_checks(
@@ -237,7 +235,7 @@ def _patches() -> str:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     patched = []
-    for name in (*PATCHES, *PEFT_PATCHES):
+    for name in PATCHES:
         if find_spec(name.partition(".")[0]) is None:
             continue
         import_module(name)
@@ -250,11 +248,9 @@ def _patches() -> str:
     return f"applied: {', '.join(patched)}"
 
 
-def _release(speed_up: Callable[[Any], Any] | None = None) -> str:
+def _release() -> str:
     """Run tiny models in every cache mode, as the first swap does with an untested version."""
-    verdict = check_release(speed_up)
+    verdict = check_release()
     if verdict.outcome == FAILED:
         raise Failed(verdict.reason)
-    if speed_up is not None:
-        return "lightning attention and the delta rule: decoding equals one pass"
     return "softmax equals the stock model; prompt, decoding, static cache, padding equal one pass"

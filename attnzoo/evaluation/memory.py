@@ -22,14 +22,13 @@ from attnzoo.errors import ConfigError, UnsupportedError, did_you_mean
 from attnzoo.evaluation.allocations import AllocationTracker, counted, fake_model
 from attnzoo.evaluation.equal_memory import cache_bytes, longest_window, saved_cache_bytes
 from attnzoo.evaluation.models import max_positions, spec_label
-from attnzoo.hf.adapters.lora import with_adapters
 from attnzoo.hf.attach import read_spec
 from attnzoo.hf.configs import has_field, read_field
 from attnzoo.hf.layers import attention_layers
+from attnzoo.hf.lora import with_adapters
 from attnzoo.hf.names import NAME
 from attnzoo.hf.pretrained import build_model
-from attnzoo.hf.saving.dtype import dtype_name, saved_dtype
-from attnzoo.hf.saving.files import model_class, read_config
+from attnzoo.hf.saving.files import dtype_name, model_class, read_config, saved_dtype
 from attnzoo.hf.seam import cache_argument
 from attnzoo.spec import AttentionSpec
 

@@ -40,7 +40,7 @@ def read_spec(attention: str | AttentionSpec | Mapping[str, Any], **options: Any
 
 
 def build_backends(
-    model: nn.Module, layers: list[AttentionLayer], spec: AttentionSpec, strict: bool = False
+    model: nn.Module, layers: list[AttentionLayer], spec: AttentionSpec
 ) -> list[AttentionBackend]:
     """Build the backend of every layer; the model does not change if a layer is not supported."""
     if not layers:
@@ -69,8 +69,7 @@ def build_backends(
         assert spec.else_ is not None
         warn(
             f'{type(model).__name__} runs {spec.else_.backend!r}, the "else" of the spec, in '
-            f"every attention layer ({layer_names(replaced)}). {next(iter(replaced.values()))}",
-            strict=strict,
+            f"every attention layer ({layer_names(replaced)}). {next(iter(replaced.values()))}"
         )
     _refuse_offloaded_blocks(model, layers, backends)
     for number, backend in enumerate(backends):
@@ -82,8 +81,6 @@ def warn_of_image_masks(
     model: nn.Module,
     layers: list[AttentionLayer],
     backends: list[AttentionBackend],
-    *,
-    strict: bool = False,
 ) -> None:
     """Warn if inputs with images will be refused; text without images runs."""
     names = [
@@ -96,8 +93,7 @@ def warn_of_image_masks(
             f"{type(model).__name__} lets the tokens of an image attend to each other, which the "
             f"backends of {layer_names(names)} do not support: inputs with images will be refused "
             "there. Name an exact backend, such as 'flash', for these layers under layers, or use "
-            "text only",
-            strict=strict,
+            "text only"
         )
 
 

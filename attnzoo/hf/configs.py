@@ -19,9 +19,6 @@ def read_field(config: Any, name: str, default: Any = None) -> Any:
         config: A config of transformers or PEFT, or ``None``.
         name: The field.
         default: What is returned if there is none.
-
-    Raises:
-        UnsupportedError: Layers differ in this field; :func:`layer_config` has that of one layer.
     """
     try:
         return getattr(config, name, default)

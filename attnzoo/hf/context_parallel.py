@@ -99,9 +99,6 @@ def refuse_torch_context_parallel(backend: AttentionBackend) -> None:
 
     ``flash`` without a window calls torch's attention function, which torch replaces by ring
     attention, so it is supported.
-
-    Raises:
-        UnsupportedError: torch splits rows in another order and does not exchange states.
     """
     if backend.name == "flash" and "window" not in backend.config.changed_options():
         return
@@ -140,12 +137,7 @@ def _process_group(group: Any | None) -> Any:
 
 
 def check_model(model: nn.Module) -> PreTrainedModel:
-    """Return the transformers model in ``model``, or raise if its rows cannot be split.
-
-    Raises:
-        SpecError: The model, or a submodel, is not swapped.
-        UnsupportedError: The model cannot run on a part of a row; the message lists every reason.
-    """
+    """Return the transformers model in ``model``, or raise if its rows cannot be split."""
     target = unwrap_model(model)
     backends = [module for module in model.modules() if isinstance(module, AttentionBackend)]
     if target is None or not backends:
@@ -202,11 +194,7 @@ def _rope_types(config: Any) -> set[str]:
 
 
 def _complete_batch(target: PreTrainedModel, batch: dict[str, Any], size: int) -> dict[str, Any]:
-    """Check a batch of full rows, and add position ids and shifted labels.
-
-    Raises:
-        UnsupportedError: The batch cannot be split; the message lists every reason.
-    """
+    """Check a batch of full rows, and add position ids and shifted labels."""
     batch = {name: x for name, x in batch.items() if x is not None}
     reasons = [
         f"{name!r} is not known to have one entry per token"

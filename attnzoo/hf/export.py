@@ -70,15 +70,7 @@ class ExportedStateLayer(StaticStateLayer):
 
 
 def prepare_export(exported: Any, cache: Cache) -> None:
-    """Replace layers of the static cache of an exported module by states, and their buffers.
-
-    Args:
-        exported: One of transformers' modules for ``torch.export``.
-        cache: Its static cache.
-
-    Raises:
-        UnsupportedError: The size of a layer's state changes with the tokens.
-    """
+    """Replace layers of the static cache of an exported module by states, and their buffers."""
     model: nn.Module = exported.model
     for layer in attention_layers(model):
         backend, geometry = layer_backend(layer.module), layer.geometry

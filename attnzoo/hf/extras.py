@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterable
-from typing import Any
 
 import torch
 from torch import nn
 
 from attnzoo.contract.backend import AttentionBackend
-from attnzoo.errors import SpecError, SwapWarning
+from attnzoo.errors import SwapWarning
 from attnzoo.hf.layers import AttentionLayer
 from attnzoo.hf.names import NAME
 from attnzoo.registry import build_backend
@@ -18,14 +17,8 @@ from attnzoo.registry import build_backend
 MOST_NAMES = 8  # in a message
 
 
-def warn(message: str, *, strict: bool = False) -> None:
-    """Warn the caller of a public function, which called the function that calls this one.
-
-    Raises:
-        SpecError: ``strict`` is true.
-    """
-    if strict:
-        raise SpecError(f"{message} (an error because of strict=True)")
+def warn(message: str) -> None:
+    """Warn the caller of a public function, which called the function that calls this one."""
     warnings.warn(message, SwapWarning, stacklevel=4)
 
 
@@ -49,19 +42,11 @@ def initialise_backend(backend: AttentionBackend) -> None:
 
 
 def carry_over(
-    layers: list[AttentionLayer],
-    backends: list[AttentionBackend],
-    *,
-    keep: bool,
-    strict: bool = False,
+    layers: list[AttentionLayer], backends: list[AttentionBackend], *, keep: bool
 ) -> None:
     """Copy the extras of the present swap into new backends, or warn that trained ones are lost.
 
-    Args:
-        layers: The attention layers, whose present backends are replaced.
-        backends: The new backend of each.
-        keep: Whether to copy extras where backend and shapes are the same.
-        strict: Whether to raise instead of the warning.
+    They are copied if ``keep`` is true, where backend and shapes are the same.
     """
     lost = []
     for layer, backend in zip(layers, backends, strict=True):
@@ -78,8 +63,7 @@ def carry_over(
             if keep
             else "swap(..., keep_extras=True) keeps those of the same backend and shapes"
         )
-        dropped = f"this swap drops the trained extras of {layer_names(lost)}: {reason}"
-        warn(dropped, strict=strict)
+        warn(f"this swap drops the trained extras of {layer_names(lost)}: {reason}")
 
 
 def _fits(present: nn.Module, backend: AttentionBackend) -> bool:
@@ -111,20 +95,11 @@ def _is_trained(present: nn.Module) -> bool:
     )
 
 
-def decayed_parameters(model: nn.Module) -> list[str]:
-    """Return the names of the parameters that weight decay applies to.
-
-    The rule is that of transformers' ``Trainer``, which exempts norms and biases, without the
-    parameters that backends exempt: decay would change how far a swapped layer looks back.
-    """
-    from transformers import Trainer
-
-    unused: Any = None  # the method does not read its trainer
-    return Trainer.get_decay_parameter_names(unused, model)  # patched
-
-
 def without_exempt(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Return names of parameters without those that set a decay or a mixture of a backend."""
+    """Return names of parameters without those that set a decay or a mixture of a backend.
+
+    Weight decay would change how far a swapped layer looks back.
+    """
     exempt = {
         f"{part_name}.{name}".removeprefix(".")
         for prefix, backend in model.named_modules(remove_duplicate=False)

@@ -71,11 +71,7 @@ def _first(owners: tuple[Any, ...], *names: str) -> Any:
 
 
 def read_geometry(model: nn.Module, name: str, module: nn.Module) -> Geometry:
-    """Read the geometry of an attention module from its attributes, else from its config.
-
-    Raises:
-        UnsupportedError: Neither holds the number of heads or their size.
-    """
+    """Read the geometry of an attention module from its attributes, else from its config."""
     config = getattr(module, "config", None) or getattr(model, "config", None)
     number = layer_number(name, module)
     config = layer_config(config, number)
@@ -211,16 +207,3 @@ def unwrap_model(model: nn.Module) -> PreTrainedModel | None:
         if isinstance(module, PreTrainedModel):
             return module
     return None
-
-
-def running_units(model: nn.Module) -> list[tuple[nn.Module, list[nn.Module]]]:
-    """Return the modules whose weights are used at one time, each with the owners of the weights.
-
-    These are the layers of a transformers model, and every module outside of them.
-    """
-    kinds = set(getattr(model, "_no_split_modules", None) or ())
-    layers = [m for m in model.modules() if type(m).__name__ in kinds]
-    inside = {id(m) for layer in layers for m in layer.modules()}
-    return [(layer, list(layer.modules())) for layer in layers] + [
-        (m, [m]) for m in model.modules() if id(m) not in inside
-    ]

@@ -61,11 +61,7 @@ def keeps_logits(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def chunk_reason(model: nn.Module) -> str:
-    """Return why a model's logits cannot be computed in chunks, or ``""``; runs two tokens.
-
-    Args:
-        model: A causal model with whole weights, possibly a PEFT model.
-    """
+    """Return why a model's logits cannot be computed in chunks, or ``""``; runs two tokens."""
     inner: Any = unwrap_model(model)
     name = type(inner).__name__
     if not keeps_logits(inner):
@@ -89,16 +85,7 @@ def chunk_reason(model: nn.Module) -> str:
 
 
 def head_inputs(model: nn.Module, *, with_layers: bool = False, **inputs: Any) -> HeadInputs:
-    """Run a causal model up to its head.
-
-    Args:
-        model: The model, possibly a wrapper around it.
-        with_layers: Whether to return the outputs of the layers.
-        inputs: Arguments of its ``forward``.
-
-    Raises:
-        UnsupportedError: The model does not call its base model once.
-    """
+    """Run a causal model up to its head."""
     inner: Any = unwrap_model(model)
     return _head_inputs(inner, inner.forward, model, with_layers, inputs)
 
@@ -138,13 +125,7 @@ def _head_logits(inner: Any, forward: Any, hidden: Tensor) -> Tensor:
 def loss_in_forward(
     model: nn.Module, loss: Callable[[HeadInputs], Tensor], *, with_layers: bool = False
 ) -> Iterator[None]:
-    """Context in which calls of a causal model return a loss in place of their output.
-
-    Args:
-        model: The model, possibly a wrapper around it.
-        loss: Returns the loss, given what the model computed up to its head.
-        with_layers: As in :func:`head_inputs`.
-    """
+    """Context in which calls of a causal model return a loss in place of their output."""
     inner: Any = unwrap_model(model)
     own, forward = vars(inner).get("forward"), inner.forward
 

@@ -146,9 +146,6 @@ def make_mask(
         device: Device of the mask tensor.
         dtype: Dtype of the mask tensor.
         **kwargs: What other implementations read; unknown ones are refused.
-
-    Raises:
-        UnsupportedError: An argument is unknown.
     """
     if kwargs.keys() - seam.IGNORED_MASK_ARGUMENTS:
         seam.refuse_unknown_arguments("the mask", kwargs, seam.IGNORED_MASK_ARGUMENTS)
@@ -275,9 +272,6 @@ def read_mask(
 
     Returns:
         The mask, and the additive bias if the tensor is one.
-
-    Raises:
-        UnsupportedError: The argument is none of these, or ``None`` is ambiguous.
     """
     queries, keys = q_length, kv_length
     if attention_mask is None:
@@ -314,12 +308,7 @@ def read_mask(
 
 
 def refuse_wrong_length(mask: ModelMask, kv_length: int) -> None:
-    """Raise for a mask whose length is not that of the keys.
-
-    Raises:
-        UnsupportedError: The model made other keys, such as compressed ones, or the keys are those
-            of another layer, which keeps a state.
-    """
+    """Raise for a mask whose length is not that of the keys."""
     if kv_length == mask.new_tokens:
         raise UnsupportedError(
             f"the mask covers {mask.shape[-1]} keys, but only the {kv_length} new ones are given: "
@@ -333,11 +322,7 @@ def refuse_wrong_length(mask: ModelMask, kv_length: int) -> None:
 
 
 def refuse_sinks_under_function(mask: ModelMask, backend: Any) -> None:
-    """Raise if first tokens outside of the model's window would have to be added to its function.
-
-    Raises:
-        UnsupportedError: The layer has a sliding window, which the function contains.
-    """
+    """Raise if first tokens outside of the model's window would be added to its function."""
     num_sinks = getattr(backend.config, "num_sinks", 0)
     if num_sinks and backend.capabilities.exact and backend.geometry.window is not None:
         raise UnsupportedError(
@@ -347,11 +332,7 @@ def refuse_sinks_under_function(mask: ModelMask, backend: Any) -> None:
 
 
 def refuse_window_over_own_keys(backend: Any, columns: int, keys: int) -> None:
-    """Raise if a backend has a window over keys that the model has put together itself.
-
-    Raises:
-        UnsupportedError: The keys, such as compressed ones, have no positions.
-    """
+    """Raise if a backend has a window over keys that the model has put together itself."""
     if getattr(backend, "window", None) is not None:
         raise UnsupportedError(
             f"the mask covers {columns} keys, but the model passes {keys} keys, which it made "

@@ -25,29 +25,13 @@ UNREADABLE = (
 
 
 def load_pretrained(cls: Any, path: str | Path, **options: Any) -> Any:
-    """Return ``cls.from_pretrained(path, **options)``, for any class that has this method.
-
-    Raises:
-        UnsupportedError: It needs code of the folder, or code that the folder names.
-        SpecError: A file in the folder cannot be read, or weights in pickle's format hold more than
-            tensors.
-    """
+    """Return ``cls.from_pretrained(path, **options)``, for any class that has this method."""
     with explain_load_errors(path):
         return cls.from_pretrained(path, trust_remote_code=False, **options)
 
 
 def build_model(cls: Any, config: Any, **options: Any) -> Any:
-    """Return a model of a config, with new weights.
-
-    Args:
-        cls: A model class, or an auto class, which selects one.
-        config: The config; it may have been read from a folder.
-        options: Arguments of the auto class's ``from_config``.
-
-    Raises:
-        UnsupportedError: The config names a class in a folder's code.
-        SpecError: The class cannot be built from the config.
-    """
+    """Return a model of a config, with new weights."""
     with explain_load_errors(config.name_or_path):
         if not hasattr(cls, "from_config"):
             return cls._from_config(config, **options)

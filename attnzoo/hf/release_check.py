@@ -12,7 +12,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ from attnzoo.hf.masks import ModelMask
 from attnzoo.hf.names import NAME
 from attnzoo.runtime.verdicts import FAILED, PASSED, Verdict, decide
 
-Change = Callable[[Any], Any]
 TOKENS, PROMPT = 9, 6  # of the models' input
 SPECS = (  # options of a layer's spec: a recurrent state, a rolling window, all keys
     {"backend": "linear", "options": {"impl": "torch"}},
@@ -52,19 +51,12 @@ SIZES: dict[str, Any] = {  # of the tiny models, whose large weights make attent
 _running = threading.local()
 
 
-def require_working_release(speed_up: Change | None = None) -> None:
-    """Raise if attnzoo does not work with the installed transformers or torch.
-
-    Args:
-        speed_up: Replaces the layers of a model, to check that; ``None`` checks swaps.
-
-    Raises:
-        UnsupportedError: The check of these versions failed; the message says how to go on.
-    """
+def require_working_release() -> None:
+    """Raise if attnzoo does not work with the installed transformers or torch."""
     if getattr(_running, "value", False):  # the check itself builds models
         return
     # patches are applied when their modules are imported, which may be after an earlier swap
-    reason = "; ".join(FAILED_PATCHES.values()) or _refusal(speed_up)
+    reason = "; ".join(FAILED_PATCHES.values()) or _refusal()
     if reason:
         versions = ", ".join(f"{name} {number}" for name, number in installed_versions().items())
         raise UnsupportedError(
@@ -73,14 +65,13 @@ def require_working_release(speed_up: Change | None = None) -> None:
 
 
 @cache
-def _refusal(speed_up: Change | None) -> str:
+def _refusal() -> str:
     """Return why the check of the installed versions failed, or ``""``."""
     found = installed_versions()
     if not untested(found):
         return ""
     identity = {"attnzoo": _own_version(), "source": _source_hash(), **found}
-    name = "release-swap" if speed_up is None else "release-speed-up"
-    return decide(name, identity, partial(check_release, speed_up)).reason
+    return decide("release-swap", identity, check_release).reason
 
 
 def _own_version() -> str:
@@ -102,18 +93,15 @@ def _source_hash() -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
-def check_release(speed_up: Change | None = None) -> Verdict:
-    """Run all checks of swaps, or of ``speed_up``; the verdict's reason lists all that failed."""
-    checks = SWAP_CHECKS
-    if speed_up is not None:
-        checks = {name: partial(check, speed_up) for name, check in SPEED_UP_CHECKS.items()}
+def check_release() -> Verdict:
+    """Run all checks; the verdict's reason lists all that failed."""
     _running.value = True
     dtype = torch.get_default_dtype()
     try:
         # while a model is built, its data type is the default, and the meta device may be
         torch.set_default_dtype(torch.float32)
         with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
-            reasons = {name: _why(check) for name, check in checks.items()}
+            reasons = {name: _why(check) for name, check in CHECKS.items()}
     finally:
         torch.set_default_dtype(dtype)
         _running.value = False
@@ -243,43 +231,10 @@ def _close(ours: Tensor, expected: Tensor, mask: Tensor) -> bool:
     return bool((ours[real] - expected[real]).abs().max() <= tolerance)
 
 
-def _lightning(speed_up: Change) -> Iterator[str]:
-    from transformers import MiniMaxConfig, MiniMaxForCausalLM
-
-    sizes: Any = {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}
-    return _sped_up(MiniMaxForCausalLM(MiniMaxConfig(**SIZES, **sizes)).eval(), speed_up)
-
-
-def _delta_rule(speed_up: Change) -> Iterator[str]:
-    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
-
-    heads: Any = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "head_dim": 8}
-    sizes: Any = {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
-    kinds: Any = {"layer_types": ["linear_attention", "full_attention"]}
-    config = Qwen3_5TextConfig(**SIZES, **heads, **sizes, **kinds)
-    return _sped_up(Qwen3_5ForCausalLM(config).eval(), speed_up)
-
-
-def _sped_up(model: Any, speed_up: Change) -> Iterator[str]:
-    """Compare a prompt and a token after it, in a model that is sped up, with one pass."""
-    ids = _prompts()[0][:, : PROMPT + 1]
-    speed_up(model)
-    prompt = model(ids[:, :PROMPT], use_cache=True)
-    cache_ = seam.cache_argument(seam.output_cache(prompt))
-    token = model(ids[:, PROMPT:], use_cache=True, **cache_)
-    expected = model(ids, use_cache=False).logits
-    if not _close(torch.cat([prompt.logits, token.logits], 1), expected, torch.ones_like(ids)):
-        yield f"decoding of a sped up {type(model).__name__} differs from one pass"
-
-
-SWAP_CHECKS: dict[str, Callable[[], Iterator[str]]] = {
+CHECKS: dict[str, Callable[[], Iterator[str]]] = {
     "arguments": _arguments,
     "masks": _masks,
     "stock attention": _stock_attention,
     "caches": _caches,
     "generation": _generate,
-}
-SPEED_UP_CHECKS: dict[str, Callable[[Change], Iterator[str]]] = {
-    "lightning attention": _lightning,
-    "the delta rule": _delta_rule,
 }

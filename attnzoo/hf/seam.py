@@ -177,16 +177,7 @@ for _name in _MASK_FUNCTIONS:
 def refuse_unknown_arguments(
     where: str, kwargs: Mapping[str, Any], known: Collection[str] = IGNORED_ARGUMENTS
 ) -> None:
-    """Raise for an argument that is not ``None`` and that nothing of ours reads.
-
-    Args:
-        where: What received the arguments, for the message.
-        kwargs: The arguments that are left.
-        known: The names of those that do not change a result.
-
-    Raises:
-        UnsupportedError: There is such an argument.
-    """
+    """Raise for an argument that is not ``None`` and that nothing of ours reads."""
     unknown = [name for name, value in kwargs.items() if value is not None and name not in known]
     if unknown:
         names = ", ".join(map(repr, unknown))
@@ -217,13 +208,7 @@ class Pages(NamedTuple):
 
     @classmethod
     def of_call(cls, cache: Any, kwargs: dict[str, Any], borders: dict[str, Any]) -> Pages:
-        """Return the pages of an attention call; removes them from ``kwargs``.
-
-        Args:
-            cache: The argument ``cache``.
-            kwargs: Arguments of the attention function.
-            borders: Its arguments that say where each request begins.
-        """
+        """Return the pages of an attention call; removes them from ``kwargs``."""
         return cls(cache, {name: kwargs.pop(name, None) for name in PAGE_ARGUMENTS} | borders)
 
     def read(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:

@@ -16,19 +16,20 @@ from typing import Any
 from torch import nn
 
 from attnzoo.contract.backend import AttentionBackend
-from attnzoo.hf import seam
-from attnzoo.hf.adapters import config as adapter_config
-from attnzoo.hf.adapters import extras as adapter_extras
+from attnzoo.hf import adapters, seam
 from attnzoo.hf.attach import attach_when_built
 from attnzoo.hf.attention.continuous_batching import serves_swap
 from attnzoo.hf.cache.state_layer import add_states
 from attnzoo.hf.configs import has_field, read_field
 from attnzoo.hf.extras import initialise_backend
-from attnzoo.hf.heads.cut import current_heads, prune_when_built
+from attnzoo.hf.heads import current_heads, prune_when_built
 from attnzoo.hf.mixins import Mixin, stock_class, subclass
 from attnzoo.hf.names import NAME, PRUNED
-from attnzoo.hf.saving.checkpoints import report_missing_extras, without_disabled_extras
-from attnzoo.hf.saving.layer_specs import require_spec_of_layers
+from attnzoo.hf.saving.checkpoints import (
+    report_missing_extras,
+    require_spec_of_layers,
+    without_disabled_extras,
+)
 from attnzoo.hf.unchanged import unchanged_on_error
 
 # Configs of the swapped models that are being built, the outermost first
@@ -71,7 +72,7 @@ class SwappedModel(Mixin, Base):  # type: ignore[misc]
         require_spec_of_layers(self)
         with current_heads(self), without_disabled_extras(self):
             if getattr(self, "_hf_peft_config_loaded", False):  # saves an adapter only
-                adapter_extras.prepare_save(self)
+                adapters.prepare_save(self)
             return super().save_pretrained(*args, **kwargs)
 
     def set_attn_implementation(
@@ -87,7 +88,7 @@ class SwappedModel(Mixin, Base):  # type: ignore[misc]
     ) -> Any:
         prepare = vars(self).get("prepare_inputs_for_generation")  # set by PEFT
         if (owner := getattr(prepare, "__self__", self)) is not self:
-            adapter_config.refuse_repeated_prompt(owner, prepare)
+            adapters.refuse_repeated_prompt(owner, prepare)
         made = super()._prepare_cache_for_generation(
             generation_config, model_kwargs, *args, **kwargs
         )
@@ -111,18 +112,20 @@ class SwappedModel(Mixin, Base):  # type: ignore[misc]
         name = adapter_name or "default"
         options = {**kwargs, **(kwargs.get("adapter_kwargs") or {})}
         if (config := kwargs.get("peft_config")) is not None:
-            adapter_extras.check_replacement(self, name, vars(config))
+            adapters.check_replacement(self, name, vars(config))
         elif peft_model_id is not None:
-            adapter_extras.check_saved_replacement(self, name, peft_model_id, options)
+            adapters.check_saved_replacement(self, name, peft_model_id, options)
         with unchanged_on_error(self):
             info = super().load_adapter(peft_model_id, adapter_name, *args, **kwargs)
-            adapter_extras.load_extras(self, name, peft_model_id, options, info)
+            adapters.refuse_unread_extras(
+                self, [key for key in info.unexpected_keys if f".{NAME}." in key]
+            )
         return info
 
     def enable_adapters(self) -> None:
         """Enable adapters and their backends."""
         super().enable_adapters()
-        adapter_extras.enable_extras(self)
+        adapters.enable_extras(self)
 
     def _get_name(self) -> str:
         # also where FSDP2 has renamed the class: Trainer shifts labels by this name

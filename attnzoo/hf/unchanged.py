@@ -17,9 +17,6 @@ def unchanged_on_error(model: nn.Module) -> Iterator[None]:
 
     Parameters, buffers, submodules, hooks and fields that were set, replaced or removed are as
     before. Values that were written into a tensor are not: replace the tensor.
-
-    Args:
-        model: A model, or a wrapper around one. Only its own modules and configs are reset.
     """
     target: Any = model
     trained = {x: x.requires_grad for x in model.parameters()}
@@ -36,11 +33,7 @@ def unchanged_on_error(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def reset_on_error(owners: Iterable[object]) -> Iterator[None]:
-    """Context manager that resets the attributes of objects, and those that are containers.
-
-    Args:
-        owners: Objects with a ``__dict__``.
-    """
+    """Context manager that resets the attributes of objects, and those that are containers."""
     before = [_Attributes(x) for x in owners]
     done = False
     try:

@@ -66,7 +66,7 @@ def check_generation(
         )
     model = deepcopy(model).eval()
     if spec is not None:
-        from attnzoo.hf.swap.convert import swap
+        from attnzoo.hf.swap import swap
 
         swap(model, spec)
     if any(isinstance(m, AttentionBackend) and m.capabilities.exact_steps for m in model.modules()):

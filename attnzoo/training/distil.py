@@ -45,7 +45,7 @@ from attnzoo.hf.logits import (
     tokens_per_chunk,
 )
 from attnzoo.hf.names import NAME
-from attnzoo.hf.swap.convert import original_attention, restore
+from attnzoo.hf.swap import original_attention, restore
 from attnzoo.registry import build_backend
 from attnzoo.training.transfer import evaluation_mode, swapped_layers
 

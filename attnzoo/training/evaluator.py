@@ -32,7 +32,7 @@ from attnzoo.hf.configs import read_field
 from attnzoo.hf.names import NAME
 from attnzoo.hf.pretrained import load_pretrained
 from attnzoo.hf.saving.files import read_config
-from attnzoo.hf.swap.convert import original_attention, restore, swap
+from attnzoo.hf.swap import original_attention, restore, swap
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.data import DataError, RowOptions, load_rows
 from attnzoo.training.transfer import swapped_layers

@@ -25,9 +25,8 @@ from attnzoo.evaluation.corpus import load_tokenizer
 from attnzoo.evaluation.rows import require_finite
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.names import NAME
-from attnzoo.hf.saving.dtype import saved_dtype
-from attnzoo.hf.saving.files import copy_modules, move_files, read_config
-from attnzoo.hf.swap.convert import original_attention, restore, swap
+from attnzoo.hf.saving.files import copy_modules, move_files, read_config, saved_dtype
+from attnzoo.hf.swap import original_attention, restore, swap
 from attnzoo.optional_packages import OptionalPackage
 from attnzoo.report.output_path import atomic_write
 from attnzoo.spec import AttentionSpec

@@ -28,7 +28,7 @@ from attnzoo.evaluation.rows import Rows
 from attnzoo.hf.names import NAME
 from attnzoo.hf.pretrained import load_pretrained
 from attnzoo.hf.stock.classes import Windows, classes_for, stock_class
-from attnzoo.hf.swap.convert import restore, swap
+from attnzoo.hf.swap import restore, swap
 from attnzoo.report.output_path import atomic_write
 from attnzoo.spec import AttentionSpec, format_backend
 from attnzoo.training.loading import load_causal, require_original

@@ -29,8 +29,8 @@ from attnzoo.evaluation.equal_memory import EXACT, EqualWindow
 from attnzoo.evaluation.margins import Difference, mean_of, paired, speedup
 from attnzoo.evaluation.rows import Rows, contributions, predictions, require_finite
 from attnzoo.hf.layers import attention_layers
-from attnzoo.hf.saving.dtype import saved_dtype
-from attnzoo.hf.swap.convert import restore, swap
+from attnzoo.hf.saving.files import saved_dtype
+from attnzoo.hf.swap import restore, swap
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.distil import token_divergence
 from attnzoo.training.transfer import swapped_layers, trainable_layers

@@ -26,17 +26,16 @@ from attnzoo.errors import SpecError
 from attnzoo.evaluation.kernel_checks import check_model_kernels
 from attnzoo.evaluation.rows import Rows, contributions, separates_documents
 from attnzoo.evaluation.rows import predictions as row_predictions
-from attnzoo.hf.adapters.lora import (
+from attnzoo.hf.configs import read_field
+from attnzoo.hf.lora import (
     add_adapters,
     check_target_modules,
     require_peft,
     with_adapters,
 )
-from attnzoo.hf.configs import read_field
 from attnzoo.hf.names import NAME
-from attnzoo.hf.saving.dtype import round_weights, saved_dtype
-from attnzoo.hf.saving.files import model_class, read_config
-from attnzoo.hf.swap.convert import original_attention, restore, swap
+from attnzoo.hf.saving.files import model_class, read_config, round_weights, saved_dtype
+from attnzoo.hf.swap import original_attention, restore, swap
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.arguments import (
     RecoveryArguments,

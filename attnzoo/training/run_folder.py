@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 from attnzoo.errors import AttnzooError
 from attnzoo.evaluation.corpus import load_tokenizer
 from attnzoo.hf.configs import set_dropout
-from attnzoo.hf.saving.dtype import cast_weights
-from attnzoo.hf.saving.files import copy_modules, move_files, read_config
+from attnzoo.hf.saving.files import cast_weights, copy_modules, move_files, read_config
 from attnzoo.report.output_path import atomic_write, check_folder
 from attnzoo.training.report import card
 

@@ -39,10 +39,10 @@ from attnzoo.hf.stock.gated_delta_net import (
     PART,
     recurrent_layers,
     recurrent_numbers,
+    softmax_layer,
     state_bytes,
     student_weights,
 )
-from attnzoo.hf.stock.layer_inputs import softmax_layer
 from attnzoo.training.arguments import refuse_unused
 from attnzoo.training.evaluator import CONTROL
 from attnzoo.training.plan import Plan, count_exact_layers

@@ -167,11 +167,8 @@ def test_a_cache_of_another_dtype(backend, options, llama, ids):
             model.float()(ids)
 
 
-@pytest.mark.parametrize(
-    ("backend", "options"), [("block_sparse", {}), ("linformer", {"block": 4})]
-)
-def test_growing_states_of_a_compiled_forward_are_named(backend, options, llama, ids):
-    model = attnzoo.swap(llama(num_hidden_layers=1), backend, **options)
+def test_growing_states_of_a_compiled_forward_are_named(llama, ids):
+    model = attnzoo.swap(llama(num_hidden_layers=1), "block_sparse")
     cache = hf.StaticCache(model.config, max_cache_len=20)
     torch._dynamo.reset()
     with torch.no_grad(), pytest.raises(UnsupportedError, match=r"under torch\.compile"):

@@ -16,7 +16,7 @@ from attnzoo.contract.context_parallel import SequenceShard
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import AttnzooError, SpecError, UnsupportedError
 from attnzoo.hf import context_parallel as cp
-from attnzoo.hf.swap.convert import original_attention
+from attnzoo.hf.swap import original_attention
 from attnzoo.registry import build_backend
 
 SCRIPT = Path(__file__).with_name("context_parallel_ranks.py")

@@ -17,12 +17,8 @@ from transformers.cache_utils import DynamicLayer
 
 import attnzoo
 from attnzoo.hf.names import LOADED, NAME
-from attnzoo.hf.patches import PATCHES
-from attnzoo.hf.patches import REASONS as PATCHES_OF_TRANSFORMERS
-from attnzoo.hf.peft_patches import PEFT_PATCHES
-from attnzoo.hf.peft_patches import REASONS as PATCHES_OF_PEFT
+from attnzoo.hf.patches import PATCHES, TABLE
 
-ALL_PATCHES = {**PATCHES, **PEFT_PATCHES}
 TINY = {
     "vocab_size": 16,
     "hidden_size": 16,
@@ -41,7 +37,7 @@ def config():
 
 
 def test_every_patched_module_exists():
-    for name in ALL_PATCHES:
+    for name in PATCHES:
         assert inspect.ismodule(import_module(name)), name
 
 
@@ -67,12 +63,13 @@ def patched_attributes() -> dict[str, set[str]]:
 
 
 def test_every_patched_attribute_has_a_reason():
-    for name in ALL_PATCHES:
+    for name in PATCHES:
         import_module(name)
-    expected = {**PATCHES_OF_TRANSFORMERS, **PATCHES_OF_PEFT}
-    assert patched_attributes() == {name: set(reasons) for name, reasons in expected.items()}
-    assert sum(map(len, PATCHES_OF_TRANSFORMERS.values())) <= 8
-    assert sum(map(len, PATCHES_OF_PEFT.values())) <= 14
+    assert patched_attributes() == {name: set(patches) for name, patches in TABLE.items()}
+    assert all(patch.reason for patches in TABLE.values() for patch in patches.values())
+    counts = [name.partition(".")[0] for name, patches in TABLE.items() for _ in patches]
+    assert counts.count("peft") <= 14
+    assert len(counts) - counts.count("peft") <= 8
 
 
 def test_configs_are_read_and_written_through_two_methods(config, tmp_path):
@@ -155,9 +152,9 @@ def test_all_tuners_inject_and_merge_through_the_base_class():
         if tuner.inject_adapter is not BaseTuner.inject_adapter:
             assert "super().inject_adapter(" in inspect.getsource(tuner.inject_adapter), tuner
     for name in ("inject_adapter", *merging):
-        ours = getattr(BaseTuner, name)
-        expected = list(inspect.signature(inspect.unwrap(ours)).parameters)
-        given = inspect.signature(ours, follow_wrapped=False).parameters
+        ours = TABLE["peft.tuners.tuners_utils"][f"BaseTuner.{name}"].function
+        expected = list(inspect.signature(inspect.unwrap(getattr(BaseTuner, name))).parameters)
+        given = list(inspect.signature(ours).parameters)[1:]
         named = [x for x in given if x not in ("args", "kwargs")]
         assert named == expected[: len(named)], name
 
@@ -191,6 +188,6 @@ def test_patches_are_applied_once():
         return PreTrainedModel.__new__, attention
 
     before = patched()
-    for name, patch in ALL_PATCHES.items():
+    for name, patch in PATCHES.items():
         patch(import_module(name))
     assert patched() == before

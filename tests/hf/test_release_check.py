@@ -11,7 +11,7 @@ import attnzoo
 from attnzoo.autoload import FAILED_PATCHES
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf import patches, release_check, seam
-from attnzoo.hf.attention.call import ForwardArguments, LayerHook
+from attnzoo.hf.attention.call import LayerHook
 from attnzoo.runtime.verdicts import FAILED, PASSED
 
 
@@ -25,7 +25,7 @@ def new_version(monkeypatch, tmp_path):
     release_check._refusal.cache_clear()
 
 
-def fail_if_called(speed_up):
+def fail_if_called():
     raise AssertionError("checked again")
 
 
@@ -98,22 +98,11 @@ def test_a_version_that_does_not_fit_is_refused_by_name(change, llama, monkeypat
         hf.LlamaForCausalLM._from_config(config, attn_implementation="attnzoo")
 
 
-@pytest.mark.filterwarnings("ignore:Triton is not supported:UserWarning")
-def test_speed_up_of_a_version_that_does_not_fit_is_refused(llama, monkeypatch, tmp_path):
-    """A keyword that the stock method takes by another name."""
-    assert release_check.check_release(attnzoo.speed_up).outcome == PASSED
-    monkeypatch.setattr(ForwardArguments, "cache", lambda self, args, kwargs: None)
-    with pytest.raises(
-        UnsupportedError, match=r"a sped up MiniMaxForCausalLM differs from one pass"
-    ):
-        attnzoo.speed_up(llama())
-
-
 def test_a_patch_that_does_not_fit_leaves_transformers_usable(llama, monkeypatch):
     attnzoo.swap(llama(), "linear")  # PEFT, say, is imported and patched later
     patches.PATCHES["transformers.modeling_utils"](hf.activations)  # a module without the class
     try:
-        with pytest.raises(UnsupportedError, match=r"patch_models does not fit .*activations"):
+        with pytest.raises(UnsupportedError, match=r"patches does not fit .*activations"):
             attnzoo.swap(llama(), "linear")
     finally:
         FAILED_PATCHES.clear()

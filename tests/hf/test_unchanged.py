@@ -10,9 +10,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, BartConfig, BartForCo
 
 import attnzoo
 from attnzoo.hf.seam import all_configs
-from tests.helpers import MODEL_SIZES, tiny_llama
+from tests.helpers import MODEL_SIZES, run_torch_functions, tiny_llama
 
-CONVERT = "attnzoo.hf.swap.convert"
+CONVERT = "attnzoo.hf.swap"
+
+
+@pytest.fixture(autouse=True)
+def torch_functions(monkeypatch):
+    run_torch_functions(monkeypatch, "qwen3_5_text")
 
 
 def bart():
@@ -23,9 +28,7 @@ def bart():
 
 def hybrid():
     """Two recurrent layers, so that a change of the second one can fail."""
-    config = AutoConfig.for_model(
-        "minimax", **MODEL_SIZES, num_key_value_heads=2, head_dim=8, num_local_experts=2
-    )
+    config = AutoConfig.for_model("qwen3_5_text", **MODEL_SIZES, head_dim=8)
     config.layer_types = ["linear_attention"] * config.num_hidden_layers
     return AutoModelForCausalLM.from_config(config).eval()
 
@@ -58,7 +61,7 @@ CHANGES = {
     "prune": (
         swapped(),
         lambda x: attnzoo.prune_heads(x, {0: [0, 1], 1: [2, 3]}),
-        "attnzoo.hf.heads.cut.keep_inputs",
+        "attnzoo.hf.heads.keep_inputs",
         2,
     ),
     "extend": (

@@ -10,8 +10,8 @@ from accelerate.utils import DistributedType
 
 import attnzoo
 from attnzoo.hf import logits as logits_in_chunks
-from attnzoo.hf.adapters.lora import with_adapters
 from attnzoo.hf.logits import chunk_reason
+from attnzoo.hf.lora import with_adapters
 from attnzoo.training.distil import (
     Predictions,
     chunk_of,

@@ -8,7 +8,7 @@ import transformers as hf
 
 import attnzoo
 from attnzoo.errors import UnsupportedError
-from attnzoo.hf.adapters.lora import with_adapters
+from attnzoo.hf.lora import with_adapters
 from attnzoo.training import loading
 from attnzoo.training.distil import distil_loss, softmax_teacher
 from attnzoo.training.recover import recover

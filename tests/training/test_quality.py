@@ -7,7 +7,7 @@ import attnzoo
 from attnzoo.evaluation.generation import with_reference
 from attnzoo.evaluation.quality import Quality, evaluate_rows
 from attnzoo.evaluation.rows import Rows
-from attnzoo.hf.swap.convert import original_attention
+from attnzoo.hf.swap import original_attention
 from attnzoo.training.evaluator import as_dicts, rows_to_eval_batch, widest_window
 
 

@@ -7,7 +7,7 @@ import transformers as hf
 from peft import LoraConfig, get_peft_model
 
 import attnzoo
-from attnzoo.hf.adapters.lora import with_adapters
+from attnzoo.hf.lora import with_adapters
 from attnzoo.training.data import pack
 from attnzoo.training.trainer import DivergenceError, TransferTrainer
 from attnzoo.training.transfer import extras

@@ -8,7 +8,6 @@ import transformers as hf
 import attnzoo
 from attnzoo.backends.feature_maps.base import FEATURE_MAPS
 from attnzoo.backends.gates.base import GATES
-from attnzoo.hf.extras import decayed_parameters
 from attnzoo.training.trainer import LogitDistillationTrainer
 from attnzoo.training.transfer import extras
 from tests.helpers import tiny_llama
@@ -56,7 +55,7 @@ def model():
 def test_every_parameter_of_a_backend_that_is_no_matrix_is_exempt(name):
     backend, options = SWAPS[name]
     model = attnzoo.swap(tiny_llama(), backend, **options)
-    decayed = set(decayed_parameters(model))
+    decayed = set(hf.Trainer.get_decay_parameter_names(None, model))
     found = {name.rpartition(".")[2]: name in decayed for name in extras(model)}
     assert found == {name: name in MATRICES for name in found}
 
@@ -112,5 +111,5 @@ def test_gates_of_plugins_exempt_parameters(monkeypatch):
 
     monkeypatch.setitem(GATES, "own", OwnGate)
     model = attnzoo.swap(tiny_llama(), "gated_linear", gate="own")
-    decayed = set(decayed_parameters(model))
+    decayed = set(hf.Trainer.get_decay_parameter_names(None, model))
     assert {name.rpartition(".")[2] for name in extras(model) if name in decayed} == {"matrix"}

@@ -34,7 +34,7 @@ PACKED_HYBRIDS = frozenset(
     {
         *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear"),
         *("bailing_hybrid", "granitemoehybrid", "bamba", "nemotron_h", "falcon_h1", "zamba2"),
-        *("minimax", "lara_mini"),
+        *("lara_mini"),
     }
 )
 MASKS_WITHOUT_POSITIONS = frozenset({"granitemoehybrid"})
@@ -43,16 +43,14 @@ PACKED_IN_GRAPH = (
     "position_ids begin again inside of a row, and this compiled model supports one document a row "
     "there; call attnzoo.speed_up(model), and pass use_cache=False and no attention_mask"
 )
-PADDING_IN_GRAPH = "a decoded token is padding, for which recurrent layers have no mask"
+DECODED_PADDING = (
+    "is a single token of padding (attention_mask is 0), for which recurrent layers have no mask; "
+    "leave these rows out of the batch, or pass all tokens of the padded prompt in one call"
+)
 
 
 def add_document_hooks(model: nn.Module, *, sped_up: bool = False) -> None:
-    """Register the hook on the models in ``model`` that have recurrent layers.
-
-    Args:
-        model: A model that is swapped or sped up.
-        sped_up: Whether all recurrent layers read ``seq_idx`` from now on.
-    """
+    """Register the hook on the models in ``model`` that have recurrent layers."""
     recurrent = [x for x in seam.pretrained_models(model) if seam.has_recurrent_layers(x)]
     for owner in recurrent:
         hook = next(iter(_hooks(owner).values()), None)
@@ -64,12 +62,7 @@ def add_document_hooks(model: nn.Module, *, sped_up: bool = False) -> None:
 
 
 def remove_document_hooks(model: nn.Module, *, sped_up: bool = False) -> None:
-    """Remove the hooks from models in ``model`` that are now neither swapped nor sped up.
-
-    Args:
-        model: A model whose swap has been undone.
-        sped_up: Whether ``speed_up`` has been undone instead.
-    """
+    """Remove the hooks from models in ``model`` that are now neither swapped nor sped up."""
     for owner in seam.pretrained_models(model):
         for key, hook in _hooks(owner).items():
             hook.sped_up &= not sped_up
@@ -102,11 +95,7 @@ class DocumentHook(ForwardArguments):
     def __call__(
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Return other arguments for rows of several documents; ``None`` leaves them as they are.
-
-        Raises:
-            UnsupportedError: The arguments disagree, or not all layers can get the borders.
-        """
+        """Return other arguments for rows of several documents, else ``None``."""
         groups = ("input_ids", "inputs_embeds"), seam.ATTENTION_MASK, ("position_ids",)
         tokens, mask, positions = self.find(args, kwargs, *groups)
         runs = self.sped_up or model.config._attn_implementation == NAME
@@ -118,8 +107,8 @@ class DocumentHook(ForwardArguments):
         packing = Packing(*(kwargs.get(name) for name in Packing._fields))
         if tokens.shape[1] == 1:
             positions = None
-            if self.sped_up:
-                _refuse_decoded_padding(mask)
+            if self.sped_up and isinstance(mask, Tensor) and mask.ndim == 2:
+                refuse_rows(~mask[:, -1].bool(), DECODED_PADDING)
         if not packing.given() and positions is None:
             return None
         given = dict(zip(self.names, args, strict=False)) | kwargs
@@ -175,20 +164,13 @@ def keeps_cache(model: Any, given: dict[str, Any]) -> bool:
     return bool(default if found is None else found)
 
 
-def _refuse_decoded_padding(mask: Any) -> None:
-    """Raise for a single token that is padding, which recurrent layers would take for a word."""
-    if not isinstance(mask, Tensor) or mask.ndim != 2:
-        return
-    real = mask[:, -1].bool()
-    if not values_are_known(real):
-        torch._assert_async(real.all(), PADDING_IN_GRAPH)
-    elif not bool(real.all()):
-        rows = (~real).nonzero()[:, 0].tolist()
-        raise UnsupportedError(
-            f"the single token of row {', '.join(map(str, rows))} is padding (attention_mask is "
-            "0), for which the recurrent layers have no mask; leave these rows out of the batch, "
-            "or pass all tokens of the padded prompt in one call"
-        )
+def refuse_rows(wrong: Tensor, reason: str) -> None:
+    """Raise ``UnsupportedError`` if any row is ``wrong``, ``[B]``; a graph raises when it runs."""
+    if not values_are_known(wrong):
+        torch._assert_async(~wrong.any(), f"a row {reason}")
+    elif bool(wrong.any()):
+        rows = ", ".join(map(str, wrong.nonzero()[:, 0].tolist()))
+        raise UnsupportedError(f"row {rows} {reason}")
 
 
 def _text_positions(positions: Tensor | None) -> Tensor | None:
@@ -223,9 +205,6 @@ def document_starts(
 
     Returns:
         ``None`` if each row is one document.
-
-    Raises:
-        UnsupportedError: The arguments disagree, or a mask is given that is not padding.
     """
     given, (batch, tokens) = packing.given(), shape
     real = mask[:, -tokens:].bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None

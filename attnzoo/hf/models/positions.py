@@ -193,11 +193,7 @@ def interpolated(rows: Tensor, length: int) -> Tensor:
 
 
 def sinusoidal(count: int, like: Tensor) -> Tensor:
-    """Return ``count`` rows of sines, then cosines, which begin with ``like [N, M]``.
-
-    Raises:
-        UnsupportedError: ``like`` has another form.
-    """
+    """Return ``count`` rows of sines, then cosines, which begin with ``like [N, M]``."""
     size = like.shape[1]
     position = torch.arange(count, dtype=torch.float64)[:, None]
     angle = position * 10_000.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)

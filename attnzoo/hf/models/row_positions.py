@@ -29,7 +29,7 @@ from attnzoo.hf.attention.packing import (
     join_starts,
     restarting_positions,
 )
-from attnzoo.hf.models.documents import keeps_cache, restarts
+from attnzoo.hf.models.documents import keeps_cache, refuse_rows, restarts
 from attnzoo.hf.models.positions import TABLE_NAMES
 from attnzoo.hf.names import NAME
 
@@ -77,12 +77,7 @@ class PositionHook(ModelHook):
     def change(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Return other arguments; ``None`` leaves them as they are.
-
-        Raises:
-            UnsupportedError: The positions are not a row per sequence, disagree with the packing
-                arguments, or separate documents that the model's layers would not know.
-        """
+        """Return other arguments; ``None`` leaves them as they are."""
         groups = ("input_ids", "inputs_embeds"), seam.ATTENTION_MASK, ("position_ids",)
         tokens, mask, positions = self.find(args, kwargs, *groups)
         if tokens is None or self.config._attn_implementation != NAME:
@@ -110,7 +105,11 @@ class PositionHook(ModelHook):
             new = self._documents_of(model, positions, mask, has_cache)
         elif self.counts and padding is not None:
             if not self.takes_positions:
-                _refuse_left_padding(model, padding)
+                refuse_rows(
+                    _starts_with_padding(padding),
+                    f"has padding on the left, and {type(model).__name__} takes no position_ids "
+                    "and counts from the start of the row; pad on the right",
+                )
                 return None
             new = {"position_ids": row_positions(padding, tokens, past) + self.first}
         return None if new is None else ((), given | new)
@@ -228,44 +227,25 @@ def documents_of(
     return (steps != 1).cumsum(1)  # as transformers separates them
 
 
-def _refuse_left_padding(model: nn.Module, mask: Tensor) -> None:
-    """Raise for padding on the left in a model that takes no positions; a graph when it runs."""
-    begins = mask[:, :1].bool() | ~mask.bool().any(1, keepdim=True)
-    advice = "takes no position_ids and counts from the start of the row; pad on the right"
-    if not values_are_known(begins):
-        torch._assert_async(begins.all(), f"{type(model).__name__} {advice}")
-    elif not bool(begins.all()):
-        row = int((~begins).nonzero()[0, 0])
-        raise UnsupportedError(
-            f"row {row} has padding on the left, and {type(model).__name__} {advice}"
-        )
+def _starts_with_padding(mask: Tensor) -> Tensor:
+    """Return which rows of a mask ``[B, S]`` have padding before a token, ``[B]``."""
+    return ~mask[:, 0].bool() & mask.bool().any(1)
 
 
 def _refuse_shared_positions(padding: Tensor | None, positions: Tensor, rows: int) -> None:
     """Raise for positions that an outer model counts from the start of rows with left padding.
 
-    A graph refuses them when it runs.
-
-    Args:
-        padding: ``[B, S]``, 0 at padding.
-        positions: ``[B or 1, T]``.
-        rows: B.
+    ``positions`` are ``[B or 1, T]``, for B = ``rows``.
     """
     if padding is None or positions.ndim != 2 or positions.shape[0] != 1:
         return
-    begins = padding[:, 0].bool() | ~padding.bool().any(1)
     counts = rows > 1 or (positions.diff() == 1).all()
-    advice = (
-        "the same position_ids are given for all rows, as an outer model makes them; give each "
-        "row its own, as generate does, or swap the outer model, in which only some layers may "
-        'change: attnzoo.swap(model, {"text_config": ...})'
+    refuse_rows(
+        _starts_with_padding(padding) & counts,
+        "has padding on the left, and the same position_ids are given for all rows, as an outer "
+        "model makes them; give each row its own, as generate does, or swap the outer model, in "
+        'which only some layers may change: attnzoo.swap(model, {"text_config": ...})',
     )
-    if not values_are_known(begins):
-        is_wrong = ~begins.all() & counts
-        torch._assert_async(~is_wrong, f"there is padding on the left, and {advice}")
-    elif bool(counts) and not bool(begins.all()):
-        row = int((~begins).nonzero()[0, 0])
-        raise UnsupportedError(f"row {row} has padding on the left, and {advice}")
 
 
 def _padding_of(mask: Any) -> Tensor | None:

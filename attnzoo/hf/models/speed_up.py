@@ -4,8 +4,7 @@ Gated DeltaNet and KDA layers of transformers call functions of their module by 
 (as chunks, and token by token) and a causal convolution. Mamba-2 layers (Dao and Gu, 2024,
 arXiv:2405.21060) call a scan, which is linear attention with a decay per head and token. A layer
 that is sped up has a ``forward`` of its own: the code of its class, in which these names refer to
-attnzoo's functions. Neither the class nor the module changes. Lightning attention (MiniMax) has its
-sums inside ``forward``, which is written again here. Other letters: X channels.
+attnzoo's functions. Neither the class nor the module changes. Other letters: X channels.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from attnzoo.contract.sequences import Sequences, sequences_of_mask
 from attnzoo.contract.states import DeltaState, LinearState
 from attnzoo.errors import SpecError, UnsupportedError
 from attnzoo.hf import seam
-from attnzoo.hf.attention.call import ForwardArguments
 from attnzoo.hf.layers import unwrap_model
 from attnzoo.hf.models.documents import add_document_hooks, remove_document_hooks
 from attnzoo.hf.release_check import require_working_release
@@ -39,12 +37,11 @@ from attnzoo.runtime.kernel_calls import empty_huge_pages
 
 M = TypeVar("M", bound=nn.Module)
 
-LIGHTNING = "MiniMaxLightningAttention"
 BLOCK = 128  # tokens convolved at once, so that they stay in the CPU's cache
 
 
 def speed_up(model: M) -> M:
-    """Run a model's delta-rule, Mamba-2 and lightning layers on attnzoo's ops, on CPUs.
+    """Run a model's delta-rule and Mamba-2 layers on attnzoo's ops, on CPUs.
 
     The outputs and gradients equal those of the stock layers within float32 rounding, in prefill,
     decoding and training. Rows of several documents (``cu_seq_lens_q``, ``seq_idx`` or
@@ -63,15 +60,15 @@ def speed_up(model: M) -> M:
         UnsupportedError: The ``forward`` of such a layer has been replaced already.
 
     Example:
-        >>> from transformers import MiniMaxConfig, MiniMaxModel
-        >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
-        >>> heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
-        >>> config = MiniMaxConfig(vocab_size=64, num_local_experts=2, **sizes, **heads)
-        >>> model = attnzoo.speed_up(MiniMaxModel(config))
+        >>> from transformers import Qwen3_5TextConfig, Qwen3_5TextModel
+        >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4}
+        >>> heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
+        >>> config = Qwen3_5TextConfig(vocab_size=64, **sizes, **heads)
+        >>> model = attnzoo.speed_up(Qwen3_5TextModel(config))
         >>> model(torch.arange(64)[None]).last_hidden_state.shape
         torch.Size([1, 64, 32])
     """
-    require_working_release(_replace_layers)
+    require_working_release()
     target = unwrap_model(model)
     if target is None:
         raise SpecError(
@@ -130,16 +127,15 @@ def _is_recurrent(layer_class: type[nn.Module]) -> bool:
     function = inspect.unwrap(layer_class.forward)
     names = getattr(getattr(function, "__code__", None), "co_names", ())
     is_caller = any(x in names and x in function.__globals__ for x in RULES)
-    is_known = is_caller or layer_class.__name__ == LIGHTNING
-    return layer_class.__module__.startswith("transformers.") and is_known
+    return is_caller and layer_class.__module__.startswith("transformers.")
 
 
 def _no_layer(model: PreTrainedModel) -> str:
     kinds = [type(x).__name__ for x in model.modules()]
     found = sorted({x for x in kinds if "Attention" in x or "Mixer" in x or "Mamba" in x})
     return (
-        f"{type(model).__name__} has no Gated DeltaNet, KDA, Mamba-2 or lightning attention "
-        f"layer (Qwen3-Next, Qwen3.5, OLMo hybrid, Kimi Linear, Granite 4, MiniMax, ...); it has "
+        f"{type(model).__name__} has no Gated DeltaNet, KDA or Mamba-2 layer "
+        f"(Qwen3-Next, Qwen3.5, OLMo hybrid, Kimi Linear, Granite 4, ...); it has "
         f"{', '.join(found) or 'no attention layer'}. attnzoo.swap replaces softmax attention."
     )
 
@@ -172,8 +168,6 @@ class FastForward:
 def _fast_function(layer_class: type[nn.Module]) -> Callable[..., Any]:
     """Return the ``forward`` of a class, with our functions in place of those that it calls."""
     stock: Any = layer_class.forward
-    if layer_class.__name__ == LIGHTNING:
-        return partial(_lightning, stock)
     names = inspect.unwrap(stock).__globals__
     ours = {**RULES, **OTHERS}
     replaced = {x: partial(_on_cpu, own, names[x]) for x, own in ours.items() if x in names}
@@ -391,55 +385,6 @@ def _convolve_blocks(
     return out
 
 
-def _lightning(
-    stock: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any
-) -> tuple[Tensor, Tensor | None]:
-    """Compute MiniMax's lightning attention: linear attention with a constant decay per head.
-
-    Args:
-        stock: The ``forward`` that this one replaces.
-        layer: The layer.
-        args: Arguments of ``stock``: the hidden states, ``[B, T, hidden size]``, a padding
-            mask, ``[B, T]``, and a cache, which holds ``[B, H, D, D]`` for this layer.
-        kwargs: The same by name; unknown ones are refused.
-    """
-    arguments = ForwardArguments(stock)
-    groups = seam.HIDDEN_STATES, seam.ATTENTION_MASK
-    hidden_states, attention_mask = arguments.find(args, kwargs, *groups)
-    if hidden_states.device.type != "cpu":
-        result: tuple[Tensor, Tensor] = stock(layer, *args, **kwargs)
-        return result
-    cache = arguments.cache(args, kwargs)
-    known = {*seam.HIDDEN_STATES, *seam.ATTENTION_MASK, *seam.CACHE}
-    known |= seam.IGNORED_RULE_ARGUMENTS
-    given = dict(zip(arguments.names, args, strict=False)) | kwargs
-    seam.refuse_unknown_arguments(f"speed_up of {type(layer).__name__}", given, known)
-    batch, length, _ = hidden_states.shape
-    qkv = layer.act_fn(layer.qkv_proj(hidden_states))
-    if attention_mask is not None:
-        qkv = (qkv * attention_mask[:, :, None]).to(qkv.dtype)
-    qkv = qkv.reshape(batch, length, layer.num_attention_heads, 3 * layer.head_dim)
-    qkv = qkv.split(layer.head_dim, 3)
-    kv = None if cache is None else cache.get_linear_cache(layer.layer_idx)
-    dtype = torch.promote_types(qkv[0].dtype, torch.float32)
-    state = None if kv is None else LinearState(kv.to(dtype), kv.new_zeros(kv.shape[:3]).to(dtype))
-    sequences = read_sequences(batch, length, kwargs, has_state=cache is not None)
-    q, k, v = (x.transpose(1, 2) for x in _as_one_row(qkv, sequences))
-    found = linear_attention(
-        *(q, k, v),
-        sequences=sequences,
-        log_decay=-layer.slope_rate.flatten().to(dtype),
-        state=state,
-        return_state=sequences is None,
-    )
-    kv = None if found.state is None else found.state.kv.to(v.dtype)
-    out = found.out.transpose(1, 2).reshape(batch, length, -1)
-    out = torch.sigmoid(layer.output_gate(hidden_states)) * layer.norm(out)
-    if cache is not None:
-        cache.set_linear_cache(layer.layer_idx, kv)
-    return layer.out_proj(out), kv
-
-
 def read_sequences(
     batch: int, tokens: int, kwargs: dict[str, Any], *, has_state: bool = False
 ) -> Sequences | None:
@@ -453,9 +398,6 @@ def read_sequences(
 
     Returns:
         ``None`` if each row is one sequence.
-
-    Raises:
-        UnsupportedError: A state is needed, or the indices are not of these tokens.
     """
     ids = kwargs.get("seq_idx")
     if ids is None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from attnzoo.errors import SwapWarning
+from attnzoo.errors import SpecError, SwapWarning
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.names import ARCHITECTURE_PREFIX, NAME, TYPE_PREFIX
-from attnzoo.hf.saving.rope import add_flat_rope
+
+PEFT_WRAPPERS = re.compile(r"\.(original_module|modules_to_save\.[^.]+)$")  # in names
 
 
 def saved_implementation(config: Any) -> str | dict[str, Any] | None:
@@ -37,11 +39,6 @@ def saved_config(config: Any, data: dict[str, Any], *, is_part: bool = False) ->
     Stock configs do not save ``attn_implementation``, and loaders of other packages ignore it, so
     the file has a type and class names, too, that are known only where attnzoo is imported.
     ``model_type`` of a config in memory is the stock one, which transformers and PEFT look up.
-
-    Args:
-        config: The config.
-        data: What its stock ``to_diff_dict`` returns, which is changed.
-        is_part: Whether it is the config of a part of a model.
     """
     if NAME in data and config._attn_implementation not in (None, NAME):
         del data[NAME]  # set_attn_implementation has disabled the swap
@@ -113,6 +110,45 @@ def stock_class_name(architecture: Any) -> str:
     return str(architecture).removeprefix(ARCHITECTURE_PREFIX)
 
 
+def require_spec_of_layers(model: Any) -> None:
+    """Raise ``SpecError`` if layers were moved after the swap, so that its spec is not theirs.
+
+    Backends move with their layers; the spec has the numbers and names of the swap.
+    """
+    from attnzoo.hf import seam  # imports models, which who reads a config may not need
+    from attnzoo.spec import AttentionSpec
+
+    seen = set()
+    for inner in seam.pretrained_models(model):  # outer models first
+        spec: Any = read_field(inner.config, NAME)
+        if id(inner.config) in seen or spec is None or inner.config._attn_implementation != NAME:
+            continue
+        seen.add(id(inner.config))
+        spec = spec if isinstance(spec, AttentionSpec) else AttentionSpec.from_dict(spec)
+        places = {}
+        for name, module in inner.named_modules(remove_duplicate=False):
+            if (found := module._modules.get(NAME)) is not None:
+                backend: Any = getattr(found, "original_module", found)  # in PEFT's wrapper
+                places[PEFT_WRAPPERS.sub("", name)] = backend.geometry
+        moved = [(x.name, name) for name, x in places.items() if not _same_name(x.name, name)]
+        reason = f"{moved[0][0]} is now {moved[0][1]}" if moved else ""
+        try:
+            spec.check_layers((x.layer for x in places.values()), places)
+        except SpecError as error:
+            reason = str(error)
+        if reason:
+            raise SpecError(
+                f"layers of this {type(inner).__name__} were removed, reordered or repeated after "
+                f"the swap, and its spec does not describe the result ({reason}); nothing was "
+                "written. Swap the model again: attnzoo.swap(model, ..., keep_extras=True)"
+            )
+
+
+def _same_name(first: str, second: str) -> bool:
+    """Return whether two names are of one layer; a model with a head has a prefix more."""
+    return f".{first}".endswith(f".{second}") or f".{second}".endswith(f".{first}")
+
+
 @contextmanager
 def without_disabled_extras(model: Any) -> Iterator[None]:
     """Context manager under which ``save_pretrained`` omits the extras of disabled swaps.
@@ -159,12 +195,7 @@ def _disabled_extras(model: Any) -> Iterator[str]:
 
 
 def report_missing_extras(model: Any, info: Any) -> None:
-    """Warn if a checkpoint lacks extras that it should have; a new swap has none.
-
-    Args:
-        model: A swapped model whose weights were read.
-        info: What transformers reports of them, from which extras are removed that need no report.
-    """
+    """Warn if a checkpoint lacks extras that it should have; a new swap has none."""
     from attnzoo.hf.extras import layer_names, warn
 
     mark = f".{NAME}."
@@ -195,3 +226,66 @@ def report_missing_extras(model: Any, info: Any) -> None:
         )
     elif not loaded and not is_saved_swap(model.config):
         info.missing_keys -= absent
+
+
+# -- flat RoPE fields ------------------------------------------------------------------------------
+#
+# transformers 5 saves the nested ``rope_parameters`` alone. Engines that know the fields of
+# transformers 4, ``rope_theta`` and ``rope_scaling``, then use their default of 10,000 without an
+# error.
+
+ROPE = "rope_parameters"
+# fields beside ``rope_scaling`` in configs of transformers 4
+_BESIDE = ("rope_theta", "partial_rotary_factor")
+
+
+def add_flat_rope(config: Any, data: dict[str, Any]) -> None:
+    """Add the flat fields to the data of a config and of its parts, where they have a form."""
+    data.update(flat_rope(config))
+    for key in read_field(config, "sub_configs", {}):
+        part, inner = read_field(config, key), data.get(key)
+        if part is not None and isinstance(inner, dict):
+            add_flat_rope(part, inner)
+
+
+def flat_rope(config: Any) -> dict[str, Any]:
+    """Return the RoPE of a config as flat fields; empty if layers differ, or there is none."""
+    parameters = read_field(config, ROPE)
+    kinds = rope_kinds(config)
+    if kinds:
+        parameters, *others = kinds.values()
+        if any(x != parameters for x in others):
+            return {}
+    if not parameters or parameters.get("rope_theta") is None:
+        return {}
+    flat = {name: parameters[name] for name in _BESIDE if name in parameters}
+    is_scaled = parameters.keys() - {*_BESIDE, "rope_type"} or parameters["rope_type"] != "default"
+    if is_scaled and kinds:  # transformers reads rope_scaling in place of the parameters of kinds
+        return {}
+    if is_scaled:  # and in place of rope_parameters, so all of them
+        flat["rope_scaling"] = dict(parameters)
+    return flat
+
+
+def rope_kinds(config: Any) -> dict[str, Any]:
+    """Return RoPE parameters by the kind of layer; empty where all layers have the same field."""
+    parameters = read_field(config, ROPE) or {}
+    is_nested = parameters and all(x is None or isinstance(x, Mapping) for x in parameters.values())
+    return dict(parameters) if is_nested else {}
+
+
+def rope_table(config: Any) -> str:
+    """Return the RoPE of each kind of layer in Markdown, or ``""`` if flat fields can hold it."""
+    kinds = rope_kinds(config)
+    if not kinds or flat_rope(config):
+        return ""
+    lines = [
+        "The kinds of layers have other rotary positions (`rope_parameters` in config.json), which "
+        "an engine that reads one `rope_theta` gets wrong:\n",
+        "| kind of layer | RoPE |",
+        "|---|---|",
+    ]
+    for kind, parameters in kinds.items():
+        text = ", ".join(f"`{k}` {x}" for k, x in (parameters or {}).items())
+        lines.append(f"| {kind} | {text or 'none'} |")
+    return "\n".join(lines)

@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel
 
 from attnzoo.errors import SpecError, UnsupportedError, is_deeply_nested, short_repr
@@ -19,6 +22,7 @@ from attnzoo.hf.configs import read_field
 from attnzoo.hf.names import NAME
 from attnzoo.hf.pretrained import explain_load_errors, load_pretrained
 from attnzoo.hf.saving.checkpoints import stock_class_name
+from attnzoo.hf.seam import names_kept_in_float32
 from attnzoo.spec import AttentionSpec
 
 MAX_LAYERS = 10_000  # a model is built with so many at most
@@ -32,11 +36,7 @@ KERNEL_FIELDS = ("_attn_implementation_internal", "_experts_implementation_inter
 
 
 def read_config(path: Path) -> Any:
-    """Read the config of a saved model.
-
-    Raises:
-        SpecError: ``path`` holds no saved model, or its config cannot be read.
-    """
+    """Read the config of a saved model."""
     if not (path / "config.json").is_file():
         raise SpecError(f"{str(path)!r} holds no saved model: there is no config.json")
     name = repr(str(path / "config.json"))
@@ -80,11 +80,7 @@ def hash_weights(path: Path) -> bytes:
 
 
 def model_class(config: Any, path: Path) -> type[PreTrainedModel]:
-    """Return the model class that a saved config names.
-
-    Raises:
-        SpecError: The config names no class, or none of transformers.
-    """
+    """Return the model class that a saved config names."""
     names = read_field(config, "architectures")
     first = names[0] if isinstance(names, list) and names else ""
     cls = getattr(transformers, stock_class_name(first), None)
@@ -107,10 +103,6 @@ def swap_files(path: Path, spec: AttentionSpec, out: Path) -> PreTrainedModel:
     """Load a saved model with ``spec``, save it to ``out`` atomically, and return it.
 
     The modules of sentence-transformers beside it are copied; see :func:`copy_modules`.
-
-    Raises:
-        SpecError: ``out`` is not empty, ``path`` is not a model, or its weights cannot be read.
-        UnsupportedError: A backend does not support a layer.
     """
     require_new_folder(out)
     config = read_config(path)
@@ -153,10 +145,6 @@ def copy_modules(source: Path, target: Path) -> None:
     """Copy what sentence-transformers has beside an encoder, so that the copy loads as before.
 
     Links out of the folder, or out of its repository in a cache of the Hub, are not followed.
-
-    Args:
-        source: Folder of the original model.
-        target: Folder with the saved model, whose files are kept.
     """
     root = source.resolve()
     if root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--"):
@@ -176,3 +164,58 @@ def move_files(source: Path, target: Path) -> None:
             moved.parent.mkdir(parents=True, exist_ok=True)
             path.replace(moved)
     shutil.rmtree(source)
+
+
+# -- data types: a model trained in float32 is saved in that of its folder again ------------------
+
+# safetensors' names of the types that a model may be trained and saved in
+DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+
+
+def saved_dtype(path: Path) -> torch.dtype:
+    """Return the data type that ``from_pretrained`` gives the weights of a saved model.
+
+    It is that of the config, of its text model, or of the first weight where the config has none.
+    """
+    config = read_config(path)
+    for part in (config, config.get_text_config()):
+        if isinstance(dtype := read_field(part, "dtype"), torch.dtype):
+            return dtype
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, "pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 - not a dict
+                if (found := DTYPES.get(weights.get_slice(name).get_dtype())) is not None:
+                    return found
+    return torch.float32
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a data type, such as ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def rounded_weights(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return a model's saved weights by name, except those that transformers keeps in float32."""
+    kept = names_kept_in_float32(model, dtype)
+    pattern = re.compile("|".join(map(re.escape, kept))) if kept else None
+    return {
+        name: x
+        for name, x in model.state_dict(keep_vars=True).items()
+        if x.is_floating_point() and not (pattern and pattern.search(name))
+    }
+
+
+@torch.no_grad()
+def cast_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Cast a model's saved weights in place, except those that transformers keeps in float32."""
+    for x in rounded_weights(model, dtype).values():
+        x.data = x.data.to(dtype)
+
+
+@torch.no_grad()
+def round_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Round a float32 model's weights to what :func:`cast_weights` saves, still in float32."""
+    if dtype != model.dtype:
+        for x in rounded_weights(model, dtype).values():
+            part = x.to_local() if isinstance(x, DTensor) else x.data
+            part.copy_(part.to(dtype))

@@ -144,16 +144,7 @@ def classes_for(family: str) -> list[StockClass]:
 
 
 def other_config(source: Any, family: str, recurrent: Sequence[int] = ()) -> Any:
-    """Return the config of a class of another family, without windows.
-
-    Args:
-        source: The config of the model.
-        family: The family of the class.
-        recurrent: Numbers of the layers that become recurrent, in a class that has such layers.
-
-    Raises:
-        UnsupportedError: The source has biases or positions that the class has not.
-    """
+    """Return the config of a class of another family, without windows."""
     options = {name: getattr(source, name) for name in _SHARED if has_field(source, name)}
     options |= {"dtype": source.dtype, "head_dim": _head_dim(source)}
     if family == gated_delta_net.FAMILY:
@@ -215,13 +206,7 @@ def _one_expert(source: Any) -> dict[str, Any]:
 
 
 def other_weights(state: dict[str, Tensor], family: str, config: Any) -> dict[str, Tensor]:
-    """Return the weights of a class of another family.
-
-    Args:
-        state: The weights of the source by name, with those of a tied ``lm_head``.
-        family: The family of the class.
-        config: Its config.
-    """
+    """Return the weights of a class of another family."""
     state = dict(state)
     if family == "mellum":
         return _expert_weights(state)

@@ -33,13 +33,14 @@ from attnzoo.hf.stock.classes import (
 )
 from attnzoo.hf.stock.gated_delta_net import (
     FAMILY,
+    measure_layers,
     parse_recurrent,
     recurrent_layers,
     replaced_outputs,
+    sample_tokens,
     student_weights,
 )
-from attnzoo.hf.stock.layer_inputs import measure_layers, sample_tokens
-from attnzoo.hf.swap.convert import original_attention, swap
+from attnzoo.hf.swap import original_attention, swap
 from attnzoo.hf.unchanged import unchanged_on_error
 from attnzoo.spec import AttentionSpec
 
@@ -134,9 +135,6 @@ def layer_windows(model: nn.Module) -> list[int | None]:
     """Return the window of each attention layer in tokens, ``None`` where it sees all keys.
 
     The window of a swapped layer is the smaller one of its backend's and of the model's.
-
-    Raises:
-        UnsupportedError: No stock class computes what a layer does; with every such layer.
     """
     layers = attention_layers(model)
     reasons = {}

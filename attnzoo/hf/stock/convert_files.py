@@ -14,8 +14,8 @@ from attnzoo.errors import SpecError, UnsupportedError
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.names import NAME
 from attnzoo.hf.pretrained import load_pretrained
+from attnzoo.hf.saving.checkpoints import rope_table
 from attnzoo.hf.saving.files import model_class, read_config, require_new_folder, save_copy
-from attnzoo.hf.saving.rope import rope_table
 from attnzoo.hf.stock.classes import ENGINES, stock_class
 from attnzoo.hf.stock.convert import convert, layer_windows
 from attnzoo.hf.stock.gated_delta_net import recurrent_layers
@@ -45,21 +45,8 @@ def convert_files(
 ) -> list[str]:
     """Write a saved model as a stock class, with a model card; see :func:`convert`.
 
-    Args:
-        path: Folder of a swapped or stock model.
-        to: The family of the class.
-        out: New folder. Tokenizer and other files are copied.
-        plan: The attention of each layer of a stock model.
-        recurrent: As in :func:`convert`.
-
     Returns:
         The attention of each layer, ``"full"``, ``"window 64"`` or ``"recurrent"``.
-
-    Raises:
-        SpecError: ``out`` is not empty, the model cannot be read, or it is swapped and ``plan`` is
-            given too.
-        UnsupportedError: The class cannot hold the model, or transformers would load another
-            tokenizer for it.
     """
     require_new_folder(out)
     config = read_config(path)
@@ -91,13 +78,6 @@ def require_same_tokens(source: Path, config: Any) -> None:
 
     It chooses the class of a tokenizer by the family in config.json: for some families whatever the
     tokenizer's own files name, as for Qwen 2 in transformers 5.24.
-
-    Args:
-        source: Folder of the model that was converted.
-        config: The config of the converted model.
-
-    Raises:
-        UnsupportedError: The tokens of a sample text differ.
     """
     try:
         tokenizer = load_pretrained(AutoTokenizer, source)

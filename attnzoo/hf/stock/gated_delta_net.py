@@ -28,7 +28,7 @@ starting values, whose output is not that of softmax:
 | output | that of softmax for both heads, times half of the size that heads have after softmax |
 
 Heads have the size of the teacher's for keys and values alike, which llama.cpp requires. Sizes are
-measured on text that the model samples itself (:mod:`attnzoo.hf.stock.layer_inputs`). Gated
+measured on text that the model samples itself. Gated
 DeltaNet: Yang et al., 2024, arXiv:2412.06464. Letters: H query heads, D their size, M hidden size,
 N tokens.
 """
@@ -39,14 +39,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from attnzoo.errors import SpecError, UnsupportedError, short_repr
+from attnzoo.hf import seam
 from attnzoo.hf.configs import read_field
-from attnzoo.hf.stock.layer_inputs import LayerInputs, part_name
 from attnzoo.spec import parse_layers
 
 FAMILY = "qwen3_5_text"
@@ -74,11 +75,7 @@ def recurrent_layers(model: nn.Module) -> dict[int, nn.Module]:
 
 
 def parse_recurrent(layers: str, config: Any) -> list[int]:
-    """Return the numbers in a text such as ``"1-2"``.
-
-    Raises:
-        SpecError: A layer does not exist, or no layer would keep softmax.
-    """
+    """Return the numbers in a text such as ``"1-2"``."""
     ranges = parse_layers(layers)
     count = int(config.num_hidden_layers)
     if ranges[-1].stop > count:
@@ -96,16 +93,7 @@ def parse_recurrent(layers: str, config: Any) -> list[int]:
 
 
 def config_fields(source: Any, recurrent: Sequence[int]) -> dict[str, Any]:
-    """Return the fields of a Qwen 3.5 config that those of a Qwen 3 do not give.
-
-    Args:
-        source: The config of the Qwen 3.
-        recurrent: Numbers of the layers that become recurrent.
-
-    Raises:
-        UnsupportedError: The class has not the source's positions, or its recurrent layers have
-            not the source's biases or activation.
-    """
+    """Return the fields of a Qwen 3.5 config that those of a Qwen 3 do not give."""
     rope = dict(source.rope_parameters)
     if rope.get("rope_type", "default") != "default":
         raise UnsupportedError(
@@ -184,16 +172,7 @@ def _minus_one(name: str, weight: Tensor) -> Tensor:
 def student_weights(
     state: Mapping[str, Tensor], source: Any, inputs: Mapping[int, LayerInputs]
 ) -> dict[str, Tensor]:
-    """Return the weights of a student from those of its source.
-
-    Args:
-        state: The weights of the source by name.
-        source: Its config.
-        inputs: Measurements of the layers that become recurrent, by number.
-
-    Raises:
-        UnsupportedError: A norm weight has too few bits to be stored as w - 1.
-    """
+    """Return the weights of a student from those of its source."""
     replaced = tuple(f"{part_name(number, 'self_attn')}." for number in inputs)
     kept = {name: x for name, x in state.items() if not name.startswith(replaced)}
     found = softmax_weights(kept, source)
@@ -276,3 +255,89 @@ def state_bytes(config: Any, itemsize: int) -> int:
     values = config.linear_num_value_heads * config.linear_value_head_dim
     state = 4 * values * config.linear_key_head_dim
     return int(state + itemsize * (2 * keys + values) * config.linear_conv_kernel_dim)
+
+
+# -- inputs and outputs of the attention layers of the source --------------------------------------
+
+CALIBRATION = (8, 64)  # rows, tokens
+
+
+class LayerInputs(NamedTuple):
+    """What an attention layer of the source gets and computes on some tokens.
+
+    Attributes:
+        hidden: Its input, ``[N, M]``.
+        heads: The outputs of its heads, which ``o_proj`` gets, ``[N, H * D]``.
+        out: Its output, ``[B, T, M]``.
+    """
+
+    hidden: Tensor
+    heads: Tensor
+    out: Tensor
+
+
+def part_name(number: int, part: str) -> str:
+    """Return the name of a part of a decoder layer in a model."""
+    return f"model.layers.{number}.{part}"
+
+
+def softmax_layer(model: nn.Module, number: int) -> nn.Module:
+    """Return an attention layer of the model that a student is converted from."""
+    return model.get_submodule(part_name(number, "self_attn"))
+
+
+@torch.no_grad()
+def measure_layers(
+    model: PreTrainedModel, numbers: Sequence[int], tokens: Tensor | None
+) -> dict[int, LayerInputs]:
+    """Return what some layers of a softmax model get and compute.
+
+    Args:
+        model: The model in evaluation mode.
+        numbers: The layers.
+        tokens: Token ids, ``[B, T]``; they are needed only if there are layers.
+    """
+    if not numbers:
+        return {}
+    found: dict[int, LayerInputs] = {}
+    heads: dict[int, Tensor] = {}
+    handles = []
+    for number in numbers:
+        layer: Any = softmax_layer(model, number)
+
+        def keep(layer: Any, args: Any, kwargs: Any, output: Any, number: int = number) -> None:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            found[number] = LayerInputs(hidden.flatten(0, 1), heads[number], output[0])
+
+        def keep_heads(layer: Any, args: Any, number: int = number) -> None:
+            heads[number] = args[0].flatten(0, 1)
+
+        handles.append(layer.o_proj.register_forward_pre_hook(keep_heads))
+        handles.append(layer.register_forward_hook(keep, with_kwargs=True))
+    try:
+        model(input_ids=tokens, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+@torch.no_grad()
+def sample_tokens(model: PreTrainedModel) -> Tensor:
+    """Return text that a model samples itself from random first tokens, always the same one.
+
+    Returns:
+        Token ids, of the shape :data:`CALIBRATION`.
+    """
+    rows, length = CALIBRATION
+    generator = torch.Generator().manual_seed(0)
+    size = model.config.get_text_config().vocab_size
+    tokens = torch.randint(size, (rows, 1), generator=generator).to(model.device)
+    cache: dict[str, Any] = {}
+    for _ in range(length - 1):
+        output = model(input_ids=tokens[:, -1:], use_cache=True, **cache)
+        cache = seam.cache_argument(seam.output_cache(output))
+        probabilities = output.logits[:, -1].float().softmax(-1).cpu()
+        following = torch.multinomial(probabilities, 1, generator=generator)
+        tokens = torch.cat([tokens, following.to(tokens.device)], 1)
+    return tokens

@@ -25,7 +25,7 @@ from transformers import (
 
 import attnzoo
 from attnzoo.errors import SpecError, UnsupportedError
-from attnzoo.hf.heads.projections import head_projections
+from attnzoo.hf.heads import head_projections
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.seam import cache_argument, output_cache
 from tests.helpers import add_noise

@@ -271,7 +271,7 @@ def test_a_compiled_graph_refuses_documents_when_it_runs(rows):
 def test_padding_on_the_left_of_a_model_without_positions_is_refused(rows):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 8}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 99}
-    config = hf.DiaConfig(encoder_config=sizes)
+    config = hf.DiaConfig(encoder_config=sizes, decoder_config=sizes)
     model = attnzoo.swap(redrawn(hf.DiaModel(config).encoder), "linear")
     ids, mask = rows
     with torch.no_grad():

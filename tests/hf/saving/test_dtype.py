@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers as hf
 
-from attnzoo.hf.saving.dtype import cast_weights, round_weights, saved_dtype
+from attnzoo.hf.saving.files import cast_weights, round_weights, saved_dtype
 
 
 def tiny(dtype=torch.float32):

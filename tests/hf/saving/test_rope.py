@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import attnzoo
-from attnzoo.hf.saving.rope import rope_table
+from attnzoo.hf.saving.checkpoints import rope_table
 from attnzoo.hf.stock.convert_files import card
 from tests.helpers import MODEL_SIZES
 

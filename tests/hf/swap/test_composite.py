@@ -8,7 +8,7 @@ import transformers as hf
 
 import attnzoo
 from attnzoo.errors import SpecError
-from attnzoo.hf.swap.convert import original_attention
+from attnzoo.hf.swap import original_attention
 from tests.helpers import MODEL_SIZES
 
 TEXT = {

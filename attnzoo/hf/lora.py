@@ -44,9 +44,6 @@ def with_adapters(
         alpha: The adapters' scale is ``alpha / rank``; twice the rank when ``None``.
         target_modules: Last parts of the names of the layers, such as ``q_proj``; all linear layers
             when ``None``.
-
-    Raises:
-        ConfigError: A name of ``target_modules`` is that of no layer.
     """
     if target_modules is not None:
         check_target_modules(model, target_modules)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from attnzoo.contract.backend import AttentionBackend
 from attnzoo.errors import SpecError, UnsupportedError, did_you_mean
 from attnzoo.hf import seam
-from attnzoo.hf.adapters.config import record_swap
+from attnzoo.hf.adapters import record_swap
 from attnzoo.hf.attach import (
     attach,
     build_backends,
@@ -45,7 +45,6 @@ def swap(
     attention: str | AttentionSpec | Mapping[str, Any],
     *,
     keep_extras: bool = False,
-    strict: bool = False,
     **options: Any,
 ) -> Model:
     """Replace the attention of a model in memory and return the model.
@@ -65,13 +64,11 @@ def swap(
             sub-configs to these, like ``attn_implementation``.
         keep_extras: Whether layers keep the extras of the earlier swap where the backend and the
             shapes are the same.
-        strict: Whether to raise where the swap would warn: trained extras are dropped, ``else_``
-            serves every layer, or inputs with images will be refused.
         **options: With a name: ``layers``, ``else_`` and the options of the backend, as in
             ``AttentionSpec``.
 
     Raises:
-        SpecError: The spec does not fit the model, or ``strict`` is true and the swap would warn.
+        SpecError: The spec does not fit the model.
         UnknownBackendError: The spec names an unknown backend.
         ConfigError: An option is wrong.
         UnsupportedError: A backend does not support a layer. After any of these errors the model is
@@ -98,10 +95,10 @@ def swap(
     swaps = []
     for submodel, spec in specs:
         layers = attention_layers(submodel)
-        swaps.append((submodel, spec, layers, build_backends(submodel, layers, spec, strict)))
+        swaps.append((submodel, spec, layers, build_backends(submodel, layers, spec)))
     for _, _, layers, backends in swaps:
-        warn_of_image_masks(target, layers, backends, strict=strict)
-        carry_over(layers, backends, keep=keep_extras, strict=strict)
+        warn_of_image_masks(target, layers, backends)
+        carry_over(layers, backends, keep=keep_extras)
     with unchanged_on_error(target):
         for submodel, spec, layers, backends in swaps:
             _install(submodel, spec, layers, backends)
@@ -240,11 +237,7 @@ def restore(model: nn.Module) -> None:
 
 @contextmanager
 def original_attention(model: nn.Module) -> Iterator[None]:
-    """Context manager under which a swapped model runs its original attention.
-
-    Raises:
-        SpecError: The model is not swapped.
-    """
+    """Context manager under which a swapped model runs its original attention."""
     target = unwrap_model(model)
     original = [] if target is None else _original_implementations(target)
     swapped = [(config, name) for config, name in original if _is_swapped(config)]

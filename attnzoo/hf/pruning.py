@@ -1,6 +1,6 @@
 """Prune attention heads: smaller projections, recorded in the config, restored when it is loaded.
 
-The heads of a layer are those of its query projection; :mod:`attnzoo.hf.heads.cut` removes them.
+The heads of a layer are those of its query projection; :mod:`attnzoo.hf.heads` removes them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TypeVar
 from torch import nn
 
 from attnzoo.errors import SpecError
-from attnzoo.hf.heads.cut import KEPT, prune, pruned
+from attnzoo.hf.heads import KEPT, prune, pruned
 from attnzoo.hf.layers import AttentionLayer, attention_layers, unwrap_model
 from attnzoo.hf.names import PRUNED
 from attnzoo.hf.swapped import update_classes
@@ -66,11 +66,7 @@ def prune_heads(
 
 
 def _find_layer(layers: Sequence[AttentionLayer], key: int | str) -> AttentionLayer:
-    """Return the layer with a name or number.
-
-    Raises:
-        SpecError: There is none, or several have the number.
-    """
+    """Return the layer with a name or number."""
     found = [
         layer
         for layer in layers

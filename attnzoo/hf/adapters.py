@@ -1,13 +1,15 @@
-"""The parameters that backends add to a model (the extras), in PEFT adapters.
+"""The swap of a model in PEFT adapters: its spec, and the parameters of its backends (the extras).
 
-They are trained and saved with the adapter: the submodules ``attnzoo`` are added to PEFT's
-``modules_to_save``, which gives each adapter a copy of them. :mod:`attnzoo.hf.peft_patches`
-calls these functions from PEFT.
+An adapter is trained for one attention, so its config records the swap, and it loads onto a model
+with the same swap only. Extras are trained and saved with the adapter: the submodules ``attnzoo``
+are added to PEFT's ``modules_to_save``, which gives each adapter a copy of them.
+:mod:`attnzoo.hf.patches` calls these functions from PEFT.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -20,14 +22,88 @@ from torch import nn
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from attnzoo.contract.backend import AttentionBackend
-from attnzoo.errors import SpecError, UnsupportedError
+from attnzoo.errors import SpecError, UnsupportedError, is_deeply_nested
 from attnzoo.hf import seam
-from attnzoo.hf.adapters.config import check_swap, download_options, record_swap
-from attnzoo.hf.configs import has_field
+from attnzoo.hf.configs import has_field, read_field
 from attnzoo.hf.layers import unwrap_model
 from attnzoo.hf.names import LOADED, NAME
-from attnzoo.hf.saving.layer_specs import require_spec_of_layers
+from attnzoo.hf.saving.checkpoints import require_spec_of_layers
 from attnzoo.hf.unchanged import reset_on_error
+from attnzoo.spec import AttentionSpec
+
+NOT_COMPARED = ("impl", "attention_dropout")  # options of the implementation and of training
+
+
+def current_swap(model: nn.Module) -> dict[str, Any] | None:
+    """Return the spec of a model, or of its sub-configs by name; ``None`` if it is not swapped."""
+    target = unwrap_model(model)
+    return None if target is None else _config_swap(target.config)
+
+
+def _config_swap(config: Any) -> dict[str, Any] | None:
+    spec: dict[str, Any] | None = read_field(config, NAME)
+    if spec is not None and config._attn_implementation == NAME:
+        return spec
+    found = {key: _config_swap(inner) for key, inner in seam.sub_configs(config).items()}
+    return {key: spec for key, spec in found.items() if spec is not None} or None
+
+
+def _plain(spec: Any) -> Any:
+    """Return a recorded spec, or those of sub-configs, validated and without default options."""
+    if isinstance(spec, Mapping) and not {"backend", "version"} & set(spec):
+        return {key: _plain(inner) for key, inner in spec.items()}
+    return None if spec is None else AttentionSpec.from_dict(spec).to_dict()
+
+
+def _comparable(value: Any) -> Any:
+    """Return a spec without the options that do not change what a trained layer computes."""
+    if not isinstance(value, Mapping):
+        return value
+    inner = {key: _comparable(part) for key, part in value.items() if key not in NOT_COMPARED}
+    return {key: part for key, part in inner.items() if part != {}}
+
+
+def record_swap(model: nn.Module, config: Any) -> None:
+    """Write the current swap of a model to an adapter's config, which saves it."""
+    vars(config)[NAME] = current_swap(model)
+
+
+def check_swap(model: nn.Module, spec: Any) -> None:
+    """Raise if an adapter's config records another swap than that of a model.
+
+    Args:
+        model: The model.
+        spec: The swap that the config records, or ``None``.
+    """
+    if is_deeply_nested(spec):  # of a file
+        raise SpecError("The attention that the adapter's config records is nested too deeply")
+    recorded, current = _plain(spec), _plain(current_swap(model))
+    if recorded is not None and _comparable(recorded) != _comparable(current):
+        found = "not swapped" if current is None else f"swapped with {current}"
+        raise SpecError(
+            f"The adapter was trained under another attention; this model is {found}. Load the "
+            "base model alone and, before you load the adapter, swap the model: "
+            f"attnzoo.swap(model, {recorded})"
+        )
+
+
+def download_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of an adapter's download, among others of a caller."""
+    known = inspect.signature(find_adapter_config_file).parameters
+    return {key: value for key, value in options.items() if key in known}
+
+
+def refuse_repeated_prompt(model: Any, prepare: Any) -> None:
+    """Raise if PEFT would add the virtual tokens again in every step of a generation."""
+    is_prompt = model.active_peft_config.is_prompt_learning
+    if is_prompt and current_swap(model) is not None and not seam.names_cache(prepare):
+        raise UnsupportedError(
+            f"generate: {seam.package('peft')} does not find the cache of "
+            f"{seam.package('transformers')}, which is called {seam.CACHE_ARGUMENT!r}, and would "
+            "add the virtual tokens again in every step, with stock models too; install another "
+            "peft or an older transformers, or pass the generated tokens through the model "
+            "without a cache"
+        )
 
 
 def _backends(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
@@ -61,10 +137,6 @@ def prepare_adapter(model: nn.Module, config: Any) -> None:
     A config that was loaded must record the model's swap, or none. A new config gets the model's
     swap, and ``"attnzoo"`` in ``modules_to_save`` if backends have parameters. An empty
     ``modules_to_save`` leaves them frozen.
-
-    Raises:
-        SpecError: The adapter was trained for another swap.
-        UnsupportedError: PEFT cannot train the parameters of the backends.
     """
     if LOADED in vars(config):
         check_swap(model, vars(config).get(NAME))
@@ -76,14 +148,7 @@ def prepare_adapter(model: nn.Module, config: Any) -> None:
 def check_saved_replacement(
     model: nn.Module, name: str, path: Any, options: Mapping[str, Any]
 ) -> None:
-    """Do the same as :func:`check_replacement` for a saved adapter.
-
-    Args:
-        model: The model.
-        name: Name of the adapter.
-        path: Folder or id of the saved adapter.
-        options: The options of the download, among others.
-    """
+    """Do the same as :func:`check_replacement` for a saved adapter."""
     if name not in getattr(model, "peft_config", {}):
         return
     file = find_adapter_config_file(path, **download_options(options))
@@ -92,17 +157,7 @@ def check_saved_replacement(
 
 
 def check_replacement(model: nn.Module, name: str, config: Mapping[str, Any]) -> None:
-    """Raise if an adapter does not fit in the place of the model's adapter of a name.
-
-    Args:
-        model: The model. If it has no adapter of this name, nothing is replaced.
-        name: Name of the adapter.
-        config: The fields of the new adapter's config.
-
-    Raises:
-        SpecError: It was trained for another swap, or it has no parameters of backends where the
-            old adapter has some, or the other way round: the old ones would stay.
-    """
+    """Raise if an adapter does not fit in the place of the model's adapter of a name."""
     old = getattr(model, "peft_config", {}).get(name)
     if old is None:
         return
@@ -133,18 +188,7 @@ def _listed_backends(model: nn.Module, names: Iterable[str]) -> list[str]:
 def check_hotswap(
     model: nn.Module, name: str, config: Mapping[str, Any], weights: Iterable[str]
 ) -> None:
-    """Raise if PEFT cannot write the weights of an adapter over those of another one.
-
-    Args:
-        model: The model, or the result of ``torch.compile``.
-        name: Name of the adapter.
-        config: The fields of the new adapter's config.
-        weights: Names of its weights.
-
-    Raises:
-        SpecError: It was trained for another swap, or one of both has no parameters of backends.
-        UnsupportedError: Both have some.
-    """
+    """Raise if PEFT cannot write the weights of an adapter over those of another one."""
     inner: Any = getattr(model, "_orig_mod", model)  # in torch.compile(model)
     check_replacement(inner, name, config)
     if any(f".{NAME}." in key for key in weights):
@@ -154,88 +198,19 @@ def check_hotswap(
         )
 
 
-def load_extras(
-    model: nn.Module, name: str, path: Any, options: Mapping[str, Any], info: Any
-) -> None:
-    """Load the backends of an adapter that older versions of transformers leave out.
-
-    They load no modules of ``modules_to_save``, and report their weights as unexpected.
-
-    Args:
-        model: The model, which has the adapter.
-        name: Name of the adapter.
-        path: Folder or id of the saved adapter, or ``None``.
-        options: The options of the download, and the weights if there is no ``path``.
-        info: What transformers reports, which is changed.
-
-    Raises:
-        SpecError: Weights of backends are those of no module of the model.
-    """
-    if not any(f".{NAME}." in key for key in info.unexpected_keys):
-        return
-    if path is None:
-        weights = options["adapter_state_dict"]
-    else:
-        from peft.utils.save_and_load import load_peft_weights
-
-        weights = load_peft_weights(path, device="cpu", **download_options(options))
-    saved = {key.removeprefix("base_model.model."): x for key, x in weights.items()}
-    for module_name, _, module in _backends(model):
-        if isinstance(module, AttentionBackend) or name not in module.modules_to_save:
-            continue
-        backend = module.modules_to_save[name]
-        prefix, own = _saved_extras(model, module_name, saved)
-        if not own.keys() <= backend.state_dict().keys():
-            continue
-        backend.load_state_dict(own, strict=False)
-        for found in (prefix, f"{module_name}."):
-            info.unexpected_keys -= {found + key for key in own}
-        info.missing_keys -= {f"{module_name}.modules_to_save.{name}.{key}" for key in own}
-    refuse_unread_extras(model, [key for key in info.unexpected_keys if f".{NAME}." in key])
-
-
-def _saved_extras(
-    model: nn.Module, module_name: str, saved: Mapping[str, torch.Tensor]
-) -> tuple[str, dict[str, torch.Tensor]]:
-    """Return what precedes the names of a backend's weights in an adapter, and the weights.
-
-    The adapter of a model with a head names modules with a prefix that those of its base model
-    lack.
-    """
-    base = f"{seam.base_model_name(model)}."
-    for name in (module_name, base + module_name, module_name.removeprefix(base)):
-        prefix = f"{name}."
-        own = {key.removeprefix(prefix): x for key, x in saved.items() if key.startswith(prefix)}
-        if own:
-            break
-    return prefix, own
-
-
 def refuse_unread_extras(model: nn.Module, keys: Collection[str]) -> None:
-    """Raise if an adapter and a swapped model name the parameters of backends differently.
-
-    Args:
-        model: The model.
-        keys: Names of parameters that one of them has.
-
-    Raises:
-        SpecError: There are such parameters.
-    """
+    """Raise if an adapter and a swapped model name the parameters of backends differently."""
     if keys and any(_backends(model)):
         raise SpecError(
             f"The adapter and this {type(unwrap_model(model)).__name__} do not have the same "
             f"parameters of backends ({min(keys)}, ...): the adapter was trained on a model of "
-            "another class. Load it onto a model of that class (AutoModel, AutoModelForCausalLM, "
-            "...), or by the model's own load_adapter, which knows the prefix of base models"
+            "another class, or this transformers is too old to load them. Load it onto a model of "
+            "that class (AutoModel, AutoModelForCausalLM, ...), by PeftModel.from_pretrained"
         )
 
 
 def prepare_save(model: Any) -> None:
-    """Record the swap that a model runs now in the configs of its adapters, before they are saved.
-
-    Raises:
-        UnsupportedError: The adapters lack parameters of backends that are trained.
-    """
+    """Record the swap that a model runs in the configs of its adapters, before they are saved."""
     refuse_lost_extras(model)
     require_spec_of_layers(model)
     for config in getattr(model, "peft_config", {}).values():
@@ -269,11 +244,7 @@ def _train_extras(model: nn.Module, config: Any) -> None:
 
 
 def refuse_lost_extras(model: nn.Module) -> None:
-    """Raise if backends have trained tensors that no adapter of the model saves.
-
-    Raises:
-        UnsupportedError: The adapters do not contain the tensors.
-    """
+    """Raise if backends have trained tensors that no adapter of the model saves."""
     for name, _, module in _backends(model):
         if not isinstance(module, AttentionBackend) or "modules_to_save" in name.split("."):
             continue
@@ -300,13 +271,6 @@ def unwrapped_extras(model: nn.Module, adapters: Iterable[str]) -> Iterator[None
 
     PEFT's methods remove their wrappers differently, and some not at all. After an error the
     wrappers are back.
-
-    Args:
-        model: A model with adapters.
-        adapters: The adapters to merge; empty to remove all.
-
-    Raises:
-        UnsupportedError: Several of the adapters have backends of their own.
     """
     wrappers = list(_wrappers(model))
     chosen = [_own_backend(wrapper, adapters) for _, wrapper in wrappers]
@@ -317,11 +281,7 @@ def unwrapped_extras(model: nn.Module, adapters: Iterable[str]) -> Iterator[None
 
 
 def _own_backend(wrapper: Any, adapters: Iterable[str]) -> nn.Module | None:
-    """Return the backend that the adapters have in a wrapper, or ``None``.
-
-    Raises:
-        UnsupportedError: Several adapters have backends with different parameters.
-    """
+    """Return the backend that the adapters have in a wrapper, or ``None``."""
     own = [name for name in adapters if name in wrapper.modules_to_save]
     first = wrapper.modules_to_save[own[0]] if own else None
     if not all(_same_state(first, wrapper.modules_to_save[name]) for name in own[1:]):
@@ -341,11 +301,7 @@ def _same_state(first: nn.Module | None, second: nn.Module | None) -> bool:
 
 
 def refuse_inactive_extras(model: nn.Module, adapters: Iterable[str]) -> None:
-    """Raise if the backends of merged adapters are not those that the model runs.
-
-    Raises:
-        UnsupportedError: The adapter is not active.
-    """
+    """Raise if the backends of merged adapters are not those that the model runs."""
     for _, wrapper in _wrappers(model):
         own = _own_backend(wrapper, adapters)
         if own is not None and not _same_state(own, _own_backend(wrapper, wrapper.active_adapters)):

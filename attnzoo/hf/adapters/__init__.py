@@ -1,1 +1,0 @@
-"""PEFT adapters of swapped models."""

@@ -1,1 +1,0 @@
-"""Remove attention heads of a model."""

@@ -1,1 +1,0 @@
-"""Give the layers of a model other attention, and restore it."""
