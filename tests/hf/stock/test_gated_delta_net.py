@@ -13,7 +13,7 @@ import transformers as hf
 
 import attnzoo
 from attnzoo.errors import SpecError, UnsupportedError
-from attnzoo.hf.stock import gated_delta_net, layer_inputs
+from attnzoo.hf.stock import gated_delta_net
 from attnzoo.hf.stock.classes import other_config
 from attnzoo.hf.stock.convert_files import convert_files
 from attnzoo.ops.delta.api import delta_attention
@@ -99,7 +99,7 @@ def test_softmax_layers_of_a_student_are_those_of_the_model():
     """With softmax's outputs in place of those of the recurrent layers, logits are equal."""
     model = model_of("qwen3")
     student = attnzoo.convert(model, CLASS, recurrent="0,2")
-    inputs = layer_inputs.measure_layers(model, [0, 2], TOKENS)
+    inputs = gated_delta_net.measure_layers(model, [0, 2], TOKENS)
     with gated_delta_net.replaced_outputs(student, inputs):
         assert torch.equal(logits(student), logits(model))
     assert not torch.equal(logits(student), logits(model))
@@ -139,7 +139,7 @@ def start():
     )
     own.o_proj.register_forward_pre_hook(lambda layer, args: seen.update(heads=args[0]))
     with torch.no_grad():
-        model(layer_inputs.sample_tokens(model))
+        model(gated_delta_net.sample_tokens(model))
     hidden, heads = seen["hidden"].flatten(0, 1), seen["heads"].reshape(-1, 4, 8)
     return Start(own, gated_delta_net.recurrent_layers(student)[1], hidden, heads, seen["out"])
 
@@ -213,9 +213,9 @@ def test_the_outputs_of_starting_values_have_the_size_of_softmax():
 def test_sizes_are_measured_on_text_that_the_model_samples():
     """The mean logarithm of the probabilities of samples is minus the mean entropy."""
     model = model_of("llama")
-    tokens = layer_inputs.sample_tokens(model)
-    assert tokens.shape == layer_inputs.CALIBRATION
-    assert torch.equal(tokens, layer_inputs.sample_tokens(model))
+    tokens = gated_delta_net.sample_tokens(model)
+    assert tokens.shape == gated_delta_net.CALIBRATION
+    assert torch.equal(tokens, gated_delta_net.sample_tokens(model))
     with torch.no_grad():
         chances = model(tokens[:, :-1]).logits.log_softmax(-1)
     excess = chances.gather(2, tokens[:, 1:, None])[..., 0] - (chances.exp() * chances).sum(-1)
