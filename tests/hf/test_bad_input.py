@@ -116,16 +116,6 @@ def test_heads_not_divisible_by_key_heads(llama_config):
         attnzoo.swap(model, "linear")
 
 
-@pytest.mark.parametrize("backend", ["linear", "gated_linear"])
-@pytest.mark.parametrize("mask", [torch.ones(1, 1, 12, 12), torch.ones(1, 1, 12, 12).bool()])
-def test_unsupported_masks(backend, mask, llama, ids):
-    model = llama()
-    attnzoo.swap(model, backend)
-    with pytest.raises(ValueError, match=rf"model\.layers\.0\.self_attn.*'{backend}'") as error:
-        model(ids[:1], attention_mask=mask, use_cache=False)
-    assert "softmax and flash do" in str(error.value)
-
-
 @pytest.mark.parametrize("dtype", [torch.int32, torch.complex64])
 def test_dtypes(dtype, llama):
     model = llama()

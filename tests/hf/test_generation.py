@@ -71,22 +71,6 @@ def test_greedy_with_left_padding(model, ids, padding, positions):
     assert_close(torch.stack(steps.logits, 1), whole[:, 11:-1], atol=1e-4, rtol=1e-4)
 
 
-def test_without_a_cache(model, ids, padding):
-    mask = padding("left")
-    plain = generate(model, ids, attention_mask=mask, use_cache=False)
-    assert torch.equal(generate(model, ids, attention_mask=mask), plain)
-
-
-def test_sampling_depends_on_the_seed_only(model, ids):
-    drawn = []
-    for seed in (7, 7, 8):
-        torch.manual_seed(seed)
-        drawn.append(generate(model, ids, do_sample=True, num_return_sequences=2))
-    assert drawn[0].shape == (6, 12 + NEW)
-    assert torch.equal(drawn[0], drawn[1])
-    assert not torch.equal(drawn[0], drawn[2])
-
-
 def test_sampling_with_and_without_a_cache(model, ids):
     drawn = []
     for cached in (True, False):

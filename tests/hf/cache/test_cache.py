@@ -150,16 +150,6 @@ def test_bytes_do_not_grow(model, cache, ids):
     assert all(layer.keys.untyped_storage().nbytes() < 16 for layer in cache.layers)
 
 
-def test_bytes_of_stock_keys_do_grow(llama, ids):
-    model = llama()
-    attnzoo.swap(model, "flash")
-    cache = hf.DynamicCache()
-    step(model, cache, ids[:, :8])
-    before = cache.layers[0].keys.numel()
-    step(model, cache, ids[:, 8:])
-    assert cache.layers[0].keys.numel() > before
-
-
 @pytest.mark.parametrize("removed", [0, 1, 4, 6, 10])
 def test_crop_removes_recorded_tokens(model, ids, padding, removed):
     mask = padding("left", (12, 9, 8))
@@ -352,13 +342,6 @@ def test_keys_in_another_entry_of_the_cache(model, ids, monkeypatch):
     assert_close(torch.cat(parts, 1), whole(model, ids), atol=1e-4, rtol=1e-4)
 
 
-def test_setting_another_implementation_disables_the_swap(model, llama, ids):
-    model.set_attn_implementation("eager")
-    cache = hf.DynamicCache()
-    logits = torch.cat([step(model, cache, tokens) for tokens in ids.split((8, 4), 1)], 1)
-    assert_close(logits, whole(llama(), ids), atol=1e-5, rtol=1e-5)
-
-
 def test_copied_cache_continues_with_several_prompts(model, cache, ids):
     """The usual way to reuse the cache of a long common prompt."""
     step(model, cache, ids[:, :8])
@@ -367,12 +350,6 @@ def test_copied_cache_continues_with_several_prompts(model, cache, ids):
         expected = whole(model, torch.cat([ids[:, :8], rest], 1))[:, 8:]
         assert_close(found, expected, atol=1e-4, rtol=1e-4)
     assert int(cache.get_seq_length()) == 8
-
-
-def test_copied_model_continues_from_a_cache(model, cache, ids):
-    step(model, cache, ids[:, :8])
-    found = step(copy.deepcopy(model), cache, ids[:, 8:])
-    assert_close(found, whole(model, ids)[:, 8:], atol=1e-4, rtol=1e-4)
 
 
 def test_mixed_layers_share_one_cache(llama, ids, padding):

@@ -1,6 +1,5 @@
 """Models that are built or loaded with a swap: extras are attached, initialised and kept."""
 
-import json
 import sys
 import textwrap
 from pathlib import Path
@@ -10,7 +9,6 @@ import accelerate
 import pytest
 import torch
 import transformers as hf
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.testing import assert_close
@@ -198,18 +196,6 @@ def test_reload_is_bit_equal(backend, shards, dtype, biased, stock, tmp_path, id
     assert again.lm_head.weight is again.model.embed_tokens.weight
 
 
-@pytest.mark.parametrize("backend", ["linear", "gated_linear"])
-def test_swap_in_memory_is_saved_too(backend, llama, tmp_path, ids):
-    model = llama()
-    attnzoo.swap(model, backend, layers={"1": "flash"})
-    model.save_pretrained(tmp_path)
-    again = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(logits(again, ids), logits(model, ids))
-    attnzoo.restore(again)
-    attnzoo.restore(model)
-    assert_close(logits(again, ids), logits(model, ids), atol=1e-5, rtol=1e-5)
-
-
 def test_other_heads_load_the_same_swap(llama, tmp_path, ids):
     model = llama()
     attnzoo.swap(model, "gated_linear", feature_map="hedgehog")
@@ -268,24 +254,6 @@ def test_mismatching_extras_are_named(saved, report):
     ):
         load(saved)
     assert "attnzoo.gate.bias" in "".join(report)
-
-
-def test_extras_of_another_spec_are_refused(saved, tmp_path):
-    config = json.loads((saved / "config.json").read_text())
-    config["attnzoo"]["options"] = {"gate": "gated_retention"}  # whose weights have other shapes
-    (saved / "config.json").write_text(json.dumps(config))
-    with (
-        pytest.warns(attnzoo.SwapWarning, match="saved under another swap"),
-        pytest.raises(RuntimeError, match="mismatch"),
-    ):
-        load(saved)
-
-
-def test_files_without_a_swap_fail_as_they_do_in_transformers(stock):
-    file = stock / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:500])
-    with pytest.raises(SafetensorError):
-        hf.AutoModelForCausalLM.from_pretrained(stock)
 
 
 # -- specs that do not fit -----------------------------------------------------------------------

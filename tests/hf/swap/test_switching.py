@@ -133,21 +133,6 @@ def test_a_folder_is_loaded_with_the_swap_disabled(swapped, ids, tmp_path):
     assert torch.equal(logits(again, ids), expected)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_a_folder_loaded_with_the_swap_disabled_is_saved_as_stock(
-    swapped, ids, tmp_path, implementation
-):
-    model, _, original = swapped
-    model.save_pretrained(tmp_path / "swapped")
-    loaded = hf.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "swapped", attn_implementation=implementation
-    )
-    loaded.save_pretrained(tmp_path / "stock")
-    assert "attnzoo" not in json.loads((tmp_path / "stock" / "config.json").read_text())
-    again = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "stock").eval()
-    torch.testing.assert_close(logits(again, ids), original)
-
-
 def test_a_part_that_is_saved_without_its_swap_warns(tmp_path):
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "vocab_size": 99}
     model = hf.T5ForConditionalGeneration(hf.T5Config(**sizes, num_heads=4))
