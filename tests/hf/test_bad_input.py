@@ -157,6 +157,7 @@ def test_a_cache_of_another_dtype(backend, options, llama, ids):
             model.float()(ids)
 
 
+@pytest.mark.exhaustive
 def test_growing_states_of_a_compiled_forward_are_named(llama, ids):
     model = attnzoo.swap(llama(num_hidden_layers=1), "block_sparse")
     cache = hf.StaticCache(model.config, max_cache_len=20)

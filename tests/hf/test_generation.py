@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 import attnzoo
 from attnzoo.errors import UnsupportedError
-from attnzoo.hf.cache.state_layer import StateLayer, StaticStateLayer
+from attnzoo.hf.cache.state_layer import StateLayer
 from attnzoo.hf.seam import cache_argument, output_cache
 from tests.helpers import add_noise
 
@@ -84,18 +84,6 @@ def test_beams(model, ids, padding, cache):
     options = {"attention_mask": padding("left"), "num_beams": 3, "num_return_sequences": 2}
     with_state = generate(model, ids, **options, cache_implementation=cache)
     assert torch.equal(with_state, generate(model, ids, **options, use_cache=False))
-
-
-def test_static_cache(model, ids, padding):
-    mask = padding("left")
-    dynamic, static = (
-        traced(model, ids, attention_mask=mask, cache_implementation=cache)
-        for cache in ("dynamic", "static")
-    )
-    assert_close(torch.stack(static.logits), torch.stack(dynamic.logits), atol=1e-4, rtol=1e-4)
-    layers = output_cache(static).layers
-    recurrent = not model.model.layers[0].self_attn.attnzoo.keeps_all_keys
-    assert all(isinstance(layer, StaticStateLayer) == recurrent for layer in layers)
 
 
 def test_prefill_in_chunks(model, ids):

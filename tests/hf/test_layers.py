@@ -70,26 +70,6 @@ def test_windows_caps_and_sinks():
     assert [g.window for g in geometries(mistral).values()] == [5, 5]
 
 
-def test_encoder_decoder():
-    config = hf.BartConfig(
-        vocab_size=99,
-        d_model=32,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=48,
-        decoder_ffn_dim=48,
-    )
-    found = geometries(hf.BartModel(config))
-    facts = {name: (g.num_heads, g.causal, g.cross_attention) for name, g in found.items()}
-    assert facts == {
-        "encoder.layers.0.self_attn": (2, False, False),
-        "decoder.layers.0.self_attn": (4, True, False),
-        "decoder.layers.0.encoder_attn": (4, False, True),
-    }
-
-
 def test_longest_sequences_of_whisper():
     config = hf.WhisperConfig(
         d_model=32,
@@ -123,11 +103,6 @@ def test_position_bias():
     assert not any(
         g.position_bias for g in geometries(hf.BertModel(hf.BertConfig(**MODEL_SIZES))).values()
     )
-
-
-def test_decoder_used_as_an_encoder_is_not_causal():
-    model = hf.LlamaModel(hf.LlamaConfig(**MODEL_SIZES, is_causal=False))
-    assert not any(g.causal for g in geometries(model).values())
 
 
 def test_layer_numbers():

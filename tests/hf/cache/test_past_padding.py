@@ -56,8 +56,10 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("end", [9, 12])  # one new token, several
+@pytest.mark.parametrize(
+    ("change", "end"),  # one new token, several
+    [("hidden", 9), ("shown", 12), ("swapped", 12), ("swapped between rows", 9)],
+)
 def test_a_changed_mask_is_refused(model, cache, ids, mask, change, end):
     entries, message = CHANGES[change]
     step(model, cache, ids, mask, 0, 8)

@@ -182,6 +182,7 @@ def test_models_without_an_argument_of_positions():
     assert_close(found, torch.cat(parts, 1), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_compiled_calls():
     torch._dynamo.reset()
     model = attnzoo.swap(tiny_llama(num_hidden_layers=1, rope_theta=500.0), "linear")

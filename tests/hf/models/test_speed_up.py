@@ -208,21 +208,8 @@ def test_classes_and_modules_do_not_change(family):
     )
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text"])
-def test_swap_and_compile_and_hooks(family):
-    _, ours = pair(family)
-    ids = tokens(1, 20)
-    with torch.no_grad():
-        expected = ours(ids).logits
-        ops = set()
-
-        def backend(graph, inputs):
-            ops.update(str(node.target) for node in graph.graph.nodes)
-            return graph
-
-        compiled = torch.compile(ours, backend=backend)
-        assert_close(compiled(ids).logits, expected, atol=2e-4, rtol=1e-3)
-        assert any("delta_cpp" in op for op in ops), ops  # not the functions of the module
+def test_swap_of_a_model_that_is_sped_up():
+    _, ours = pair("qwen3_5_text")
     attnzoo.swap(ours, "linear")
     assert [row.backend for row in attnzoo.describe(ours)] == ["linear"]
     assert len(list(sped_up_layers(ours))) == 2
