@@ -41,25 +41,14 @@ UNCHANGED = ("embed_dim", "hidden_size", "d_model", "num_attention_heads", "num_
 KEPT = "_attnzoo_kept_heads"  # on attention modules: numbers of the heads before any pruning
 
 
-class _Cut(NamedTuple):
-    """What remains of a layer: positions among its present heads and key heads."""
-
-    layer: AttentionLayer
-    projections: HeadProjections
-    numbers: list[int]  # of the kept heads, before any pruning
-    heads: list[int]
-    key_heads: list[int]
-    backend: AttentionBackend | None  # smaller, for a swapped layer
-
-
 def prune(
     model: nn.Module, layers: Sequence[AttentionLayer], requested: Mapping[str, set[int]]
 ) -> None:
     """Remove heads by the name of a layer."""
     by_name = {layer.name: layer for layer in layers}
-    cuts = [_plan(model, by_name[name], numbers) for name, numbers in requested.items() if numbers]
-    for cut in cuts:
-        _apply(cut)
+    for name, numbers in requested.items():
+        if numbers:
+            _prune_layer(model, by_name[name], numbers)
 
 
 def pruned(module: nn.Module) -> list[int]:
@@ -122,72 +111,72 @@ def _same_layer(first: str, second: str) -> bool:
     return first == second or first.endswith(f".{second}") or second.endswith(f".{first}")
 
 
-# -- what is removed -----------------------------------------------------------------------------
-
-
-def _plan(model: nn.Module, layer: AttentionLayer, numbers: set[int]) -> _Cut:
-    """Return what remains of a layer."""
-    name, geometry = layer.name, layer.geometry
+def _kept_heads(layer: AttentionLayer, numbers: set[int], total: int) -> list[int]:
+    """Return the positions of the heads that remain among those that a layer has now."""
+    name, groups = layer.name, layer.geometry.num_heads // layer.geometry.num_key_heads
     present = original_heads(layer)
-    _, total = vars(layer.module).get(KEPT, (None, geometry.num_heads))
     wrong = sorted(n for n in numbers if n not in range(total))
     if wrong:
         raise SpecError(f"{name} has heads 0 to {total - 1}, got {wrong}")
     heads = [i for i, number in enumerate(present) if number not in numbers]
     if not heads:
         raise SpecError(f"{name} would have no heads; keep at least one of {present}")
-    projections = head_projections(model, layer)
-    groups = geometry.num_heads // geometry.num_key_heads
-    counts = Counter(head // groups for head in heads)
-    if len(set(counts.values())) > 1:
+    counts = {*Counter(head // groups for head in heads).values()}
+    if len(counts) > 1:
         by_group = [present[i : i + groups] for i in range(0, len(present), groups)]
         raise UnsupportedError(
             f"{name}: {groups} query heads share each key head, and these groups would keep "
-            f"{sorted(set(counts.values()))} heads; prune whole groups ({by_group}), or the same "
-            "number of heads from each"
+            f"{sorted(counts)} heads; prune whole groups ({by_group}), or the same number of "
+            "heads from each"
         )
-    key_heads = sorted(counts)
-    backend = _smaller_backend(model, layer, heads, key_heads)
-    return _Cut(layer, projections, [present[i] for i in heads], heads, key_heads, backend)
+    return heads
 
 
-# -- the change ----------------------------------------------------------------------------------
-
-
-def _apply(cut: _Cut) -> None:
+def _prune_layer(model: nn.Module, layer: AttentionLayer, numbers: set[int]) -> None:
     """Make the projections of a layer smaller, and update what it knows of its heads."""
-    module: Any = cut.layer.module
-    geometry, kept = cut.layer.geometry, cut.projections
-    size, value_dim = geometry.head_dim, geometry.value_dim or geometry.head_dim
-    queries, keys = head_rows(cut.heads, size), head_rows(cut.key_heads, size)
-    values = head_rows(cut.key_heads, value_dim)
-    if kept.fused:
-        begin = geometry.num_heads * size
-        middle = begin + geometry.num_key_heads * size
-        shifted = [*(begin + i for i in keys), *(middle + i for i in values)]
-        keep_outputs(kept.query, [*queries, *shifted])
-    else:
-        for projection, rows in zip(kept, (queries, keys, values), strict=False):
-            keep_outputs(projection, rows)
-    keep_inputs(kept.output, head_rows(cut.heads, value_dim))
+    module: Any = layer.module
+    geometry, present = layer.geometry, original_heads(layer)
+    _, total = vars(module).get(KEPT, (None, geometry.num_heads))
+    heads = _kept_heads(layer, numbers, total)
+    key_heads = sorted({x * geometry.num_key_heads // geometry.num_heads for x in heads})
+    projections = head_projections(model, layer)
+    backend = _smaller_backend(model, layer, heads, key_heads)
+    _cut_projections(projections, geometry, heads, key_heads)
+    size, count, groups = geometry.head_dim, len(heads), len(heads) // len(key_heads)
     for names, old, new in (
-        (HEAD_COUNTS, geometry.num_heads, len(cut.heads)),
-        (KEY_HEAD_COUNTS, geometry.num_key_heads, len(cut.key_heads)),
-        (WIDTHS, geometry.num_heads * size, len(cut.heads) * size),
-        (("num_key_value_groups",), None, len(cut.heads) // len(cut.key_heads)),
+        (HEAD_COUNTS, geometry.num_heads, count),
+        (KEY_HEAD_COUNTS, geometry.num_key_heads, len(key_heads)),
+        (WIDTHS, geometry.num_heads * size, count * size),
+        (("num_key_value_groups",), None, groups),
     ):
         for name in names:
             if name in vars(module) and old in (None, vars(module)[name]):
                 setattr(module, name, new)
-    module.num_heads = len(cut.heads)  # before the config's, which counts the heads of all layers
+    module.num_heads = count  # before the config's, which counts the heads of all layers
     if "num_key_value_heads" not in vars(module) and "num_key_value_groups" not in vars(module):
-        module.num_key_value_groups = len(cut.heads) // len(cut.key_heads)
+        module.num_key_value_groups = groups
     if not any(name in vars(module) for name in ("head_dim", "attention_head_size")):
         module.head_dim = size
-    _, total = vars(module).get(KEPT, (None, geometry.num_heads))
-    vars(module)[KEPT] = cut.numbers, total
-    if cut.backend is not None:
-        setattr(module, NAME, cut.backend)
+    vars(module)[KEPT] = [present[i] for i in heads], total
+    if backend is not None:
+        setattr(module, NAME, backend)
+
+
+def _cut_projections(
+    projections: HeadProjections, geometry: Geometry, heads: list[int], key_heads: list[int]
+) -> None:
+    size, value_dim = geometry.head_dim, geometry.value_dim or geometry.head_dim
+    queries, keys = head_rows(heads, size), head_rows(key_heads, size)
+    values = head_rows(key_heads, value_dim)
+    if projections.fused:
+        begin = geometry.num_heads * size
+        middle = begin + geometry.num_key_heads * size
+        shifted = [*(begin + i for i in keys), *(middle + i for i in values)]
+        keep_outputs(projections.query, [*queries, *shifted])
+    else:
+        for projection, rows in zip(projections, (queries, keys, values), strict=False):
+            keep_outputs(projection, rows)
+    keep_inputs(projections.output, head_rows(heads, value_dim))
 
 
 def _smaller_backend(

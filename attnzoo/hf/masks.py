@@ -120,32 +120,22 @@ for _name in (*_ARITHMETIC, *_OTHER):
 
 def make_mask(
     *,
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int | Tensor = 0,
+    batch_size: int,  # B
+    q_length: int,  # T
+    kv_length: int,  # S
+    q_offset: int | Tensor = 0,  # position of the first query
+    kv_offset: int | Tensor = 0,  # of the first key
     mask_function: Callable[..., Any] = seam.causal_mask_function,
-    attention_mask: Tensor | ModelMask | None = None,
-    use_vmap: bool = False,
+    attention_mask: Tensor | ModelMask | None = None,  # padding, [B, S], true at real tokens
+    use_vmap: bool = False,  # whether the model added its own mask function
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
     **kwargs: Any,
 ) -> ModelMask:
     """Create a model's mask; registered with transformers' ``AttentionMaskInterface``.
 
-    Args:
-        batch_size: B.
-        q_length: T.
-        kv_length: S.
-        q_offset: Position of the first query.
-        kv_offset: Position of the first key.
-        mask_function: Maps indices (batch, head, query, key) to whether the query sees the key.
-        attention_mask: Padding, ``[B, S]``, true where a token is real.
-        use_vmap: Whether the model added its own mask function.
-        device: Device of the mask tensor.
-        dtype: Dtype of the mask tensor.
-        **kwargs: What other implementations read; unknown ones are refused.
+    ``mask_function`` maps indices (batch, head, query, key) to whether the query sees the key;
+    ``kwargs`` are what other implementations read.
     """
     if kwargs.keys() - seam.IGNORED_MASK_ARGUMENTS:
         seam.refuse_unknown_arguments("the mask", kwargs, seam.IGNORED_MASK_ARGUMENTS)
@@ -246,32 +236,21 @@ AttentionMaskInterface.register(NAME, make_mask)  # in place of the function tha
 
 
 def read_mask(
-    attention_mask: object,
+    attention_mask: object,  # what the module passes to its attention function
     *,
     causal: bool,
-    window: int | None,
-    q_length: int,
-    kv_length: int,
+    window: int | None,  # of the model, in tokens
+    q_length: int,  # T
+    kv_length: int,  # S
     given: object = None,
     all_columns: bool = False,
     as_bias: bool = False,
 ) -> tuple[AttentionMask, Tensor | None]:
-    """Convert the ``attention_mask`` argument of a layer: a tensor or ``None``.
+    """Return the mask, and the additive bias if it is one, of a layer's ``attention_mask``.
 
-    Args:
-        attention_mask: What the module passes to its attention function.
-        causal: Whether the layer is causal.
-        window: The model's window, in tokens.
-        q_length: T.
-        kv_length: S.
-        given: What the module received; if it made a tensor of a :class:`ModelMask`, padding and
-            positions are known from that.
-        all_columns: Whether to keep columns of keys that are not among those of the call, for a
-            state that holds them.
-        as_bias: Whether to return a bool tensor as a bias too.
-
-    Returns:
-        The mask, and the additive bias if the tensor is one.
+    If the module made a tensor of a :class:`ModelMask`, padding and positions are known from what
+    was ``given`` to it. ``all_columns`` keeps those of keys that are not among those of the call,
+    for a state that holds them; ``as_bias`` returns a bool tensor as a bias too.
     """
     queries, keys = q_length, kv_length
     if attention_mask is None:

@@ -189,22 +189,12 @@ def document_starts(
     keeps_cache: bool,
     one_each: bool = False,
 ) -> Tensor | None:
-    """Return the tokens after the first that begin a document, ``[B, T - 1]`` bool.
+    """Return the tokens after the first that begin a document, ``[B, T - 1]`` bool, or ``None``.
 
-    Runs of padding count as documents, so that rows of several need no other mask.
-
-    Args:
-        packing: The packing arguments of the call.
-        positions: ``[B or 1, T]``.
-        mask: The argument ``attention_mask``.
-        shape: B and T.
-        keeps_cache: Whether the call keeps a cache. With a cache or a mask, positions that begin
-            again at 0 begin a document; without, each step that is not 1 does, as in the masks of
-            transformers.
-        one_each: Whether a compiled graph supports only one document a row.
-
-    Returns:
-        ``None`` if each row is one document.
+    Runs of padding count as documents, so that rows of several need no other mask. With a cache or
+    a mask, ``positions [B or 1, T]`` that begin again at 0 begin a document; without, each step
+    that is not 1 does, as in the masks of transformers. ``one_each`` says that a compiled graph
+    supports only one document a row.
     """
     given, (batch, tokens) = packing.given(), shape
     real = mask[:, -tokens:].bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None

@@ -218,30 +218,17 @@ def _narrow(x: Tensor) -> Tensor:
 
 
 def _delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None = None,
+    query: Tensor,  # [B, T, Hkv, D]
+    key: Tensor,  # [B, T, Hkv, D]
+    value: Tensor,  # [B, T, H, E]; H is a multiple of Hkv
+    g: Tensor,  # log decays, [B, T, H] or [B, T, H, D]
+    beta: Tensor,  # [B, T, H]
+    initial_state: Tensor | None = None,  # [B, H, D, E]
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the delta rule as transformers' functions do, in float32.
-
-    Args:
-        query: ``[B, T, Hkv, D]``.
-        key: ``[B, T, Hkv, D]``.
-        value: ``[B, T, H, E]``; H is a multiple of Hkv.
-        g: Log decays, ``[B, T, H]`` or ``[B, T, H, D]``.
-        beta: ``[B, T, H]``.
-        initial_state: ``[B, H, D, E]``.
-        output_final_state: Whether to return the state.
-        use_qk_l2norm_in_kernel: Whether to normalise queries and keys.
-        kwargs: May contain ``seq_idx``; see :func:`read_sequences`. Unknown arguments are
-            refused.
-    """
+    """Compute the delta rule as transformers' functions do, in float32."""
     seam.refuse_unknown_arguments("speed_up of the delta rule", kwargs, seam.IGNORED_RULE_ARGUMENTS)
     dtype = query.dtype
     if (repeats := value.shape[2] // key.shape[2]) > 1:
@@ -267,15 +254,15 @@ def _delta_rule(
 
 
 def _scan(
-    hidden_states: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    chunk_size: int,
-    D: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    initial_states: Tensor | None = None,
+    hidden_states: Tensor,  # x, [B, T, H, E]
+    dt: Tensor,  # step sizes before dt_bias and the softplus, [B, T, H]
+    A: Tensor,  # rates of the decay, negative, [H]
+    B: Tensor,  # [B, T, G, N], for groups of H / G heads
+    C: Tensor,  # [B, T, G, N]
+    chunk_size: int,  # of the stock function
+    D: Tensor | None = None,  # [H]
+    dt_bias: Tensor | None = None,  # [H]
+    initial_states: Tensor | None = None,  # [B, H, E, N]
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_final_states: bool = False,
@@ -284,21 +271,6 @@ def _scan(
     r"""Compute the scan of Mamba-2 as transformers' function does, in float32.
 
     .. math:: S_t = e^{dt_t A} S_{t-1} + dt_t B_t x_t^T, \quad y_t = C_t S_t + D x_t
-
-    Args:
-        hidden_states: x, ``[B, T, H, E]``.
-        dt: Step sizes before ``dt_bias`` and the softplus, ``[B, T, H]``.
-        A: Rates of the decay, negative, ``[H]``.
-        B: ``[B, T, G, N]``, for groups of H / G heads.
-        C: ``[B, T, G, N]``.
-        chunk_size: Of the stock function.
-        D: ``[H]``.
-        dt_bias: ``[H]``.
-        initial_states: ``[B, H, E, N]``.
-        dt_softplus: Whether step sizes get a softplus.
-        dt_limit: Their least and greatest values.
-        return_final_states: Whether to return the states too.
-        kwargs: May contain ``seq_idx``. Unknown arguments are refused.
     """
     given = {name: x for name, x in kwargs.items() if name != "z" or x is not None}
     seam.refuse_unknown_arguments(
@@ -334,21 +306,13 @@ def _no_fused_layer(*args: Any, **kwargs: Any) -> None:
 
 
 def _convolution(
-    hidden_states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
+    hidden_states: Tensor,  # [B, X, T]; a cache puts earlier tokens before those of the call
+    weight: Tensor,  # [X, width]
+    bias: Tensor | None = None,  # [X]
     activation: str | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Compute the causal convolution of each channel, not across packed sequences.
-
-    Args:
-        hidden_states: ``[B, X, T]``; a cache puts earlier tokens before those of the call.
-        weight: ``[X, width]``.
-        bias: ``[X]``.
-        activation: Name of the activation function.
-        kwargs: May contain ``seq_idx``. Unknown arguments are refused.
-    """
+    """Compute the causal convolution of each channel, not across packed sequences."""
     seam.refuse_unknown_arguments(
         "speed_up of the convolution", kwargs, seam.IGNORED_RULE_ARGUMENTS
     )
@@ -388,16 +352,9 @@ def _convolve_blocks(
 def read_sequences(
     batch: int, tokens: int, kwargs: dict[str, Any], *, has_state: bool = False
 ) -> Sequences | None:
-    """Return the sequences of packed rows, one row after another.
+    """Return the sequences of packed rows, one row after another; ``None`` if each row is one.
 
-    Args:
-        batch: B.
-        tokens: T.
-        kwargs: Arguments of a layer; may contain ``seq_idx``, ``[B, T]``.
-        has_state: Whether a cache gets or has the state of the layer.
-
-    Returns:
-        ``None`` if each row is one sequence.
+    ``kwargs`` of a layer may contain ``seq_idx [B, T]``; no cache may get or have its state then.
     """
     ids = kwargs.get("seq_idx")
     if ids is None:

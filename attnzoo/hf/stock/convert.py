@@ -126,9 +126,9 @@ def _convert(model: PreTrainedModel, to: str, recurrent: str | None) -> PreTrain
         ) from error
     if model.can_generate():
         converted.generation_config = deepcopy(model.generation_config)
-    converted.to(model.device).train(model.training)
+    converted.to(model.device).eval()
     _prove(model, converted, windows)
-    return cast(PreTrainedModel, converted)
+    return cast(PreTrainedModel, converted.train(model.training))
 
 
 def layer_windows(model: nn.Module) -> list[int | None]:
@@ -339,9 +339,4 @@ def _softmax(model: PreTrainedModel) -> Iterator[None]:
 
 @torch.no_grad()
 def _logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Return the logits of a model in evaluation mode, in float32."""
-    training = model.training
-    try:
-        return cast(Tensor, model.eval()(input_ids=tokens, use_cache=False).logits).float()
-    finally:
-        model.train(training)
+    return cast(Tensor, model(input_ids=tokens, use_cache=False).logits).float()
