@@ -137,9 +137,9 @@ def _prune_layer(model: nn.Module, layer: AttentionLayer, numbers: set[int]) -> 
     module: Any = layer.module
     geometry, present = layer.geometry, original_heads(layer)
     _, total = vars(module).get(KEPT, (None, geometry.num_heads))
+    projections = head_projections(model, layer)
     heads = _kept_heads(layer, numbers, total)
     key_heads = sorted({x * geometry.num_key_heads // geometry.num_heads for x in heads})
-    projections = head_projections(model, layer)
     backend = _smaller_backend(model, layer, heads, key_heads)
     _cut_projections(projections, geometry, heads, key_heads)
     size, count, groups = geometry.head_dim, len(heads), len(heads) // len(key_heads)
