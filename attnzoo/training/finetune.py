@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
@@ -25,10 +24,9 @@ from attnzoo.evaluation.corpus import load_tokenizer
 from attnzoo.evaluation.rows import require_finite
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.names import NAME
-from attnzoo.hf.saving.files import copy_modules, move_files, read_config, saved_dtype
+from attnzoo.hf.saving.files import copy_modules, read_config, saved_dtype
 from attnzoo.hf.swap import original_attention, restore, swap
 from attnzoo.optional_packages import OptionalPackage
-from attnzoo.report.output_path import atomic_write
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.arguments import (
     check_libraries,
@@ -218,14 +216,10 @@ def _save(trainer: Any, path: Path, folder: RunFolder, results: dict[str, Any]) 
         trainer.model = model.merge_and_unload()
     if (use_cache := read_field(read_config(path), "use_cache")) is not None:
         model.config.use_cache = use_cache  # Trainer changes what is saved
-    partial = folder.out / "model.partial"
-    trainer.save_model(str(partial))
+    trainer.save_model(str(folder.partial))
     if trainer.is_world_process_zero():
-        copy_modules(path, partial)
-        move_files(partial, folder.out)
-        atomic_write(folder.out / RESULTS, json.dumps(results, indent=2))
-        for part in folder.checkpoints.glob("*/"):
-            shutil.rmtree(part)
+        copy_modules(path, folder.partial)
+        folder.finish(results)
     if trainer.args.push_to_hub:
         trainer.args.output_dir = str(folder.out)
         trainer.init_hf_repo()

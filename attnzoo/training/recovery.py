@@ -8,6 +8,7 @@ distillation are therefore multiplied by :func:`rate_factor`, unless ``learning_
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -23,10 +24,11 @@ from transformers import PreTrainedModel, set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from attnzoo.errors import SpecError
+from attnzoo.evaluation.corpus import load_tokenizer
 from attnzoo.evaluation.kernel_checks import check_model_kernels
 from attnzoo.evaluation.rows import Rows, contributions, separates_documents
 from attnzoo.evaluation.rows import predictions as row_predictions
-from attnzoo.hf.configs import read_field
+from attnzoo.hf.configs import read_field, set_dropout
 from attnzoo.hf.lora import (
     add_adapters,
     check_target_modules,
@@ -34,7 +36,14 @@ from attnzoo.hf.lora import (
     with_adapters,
 )
 from attnzoo.hf.names import NAME
-from attnzoo.hf.saving.files import model_class, read_config, round_weights, saved_dtype
+from attnzoo.hf.saving.files import (
+    cast_weights,
+    copy_modules,
+    model_class,
+    read_config,
+    round_weights,
+    saved_dtype,
+)
 from attnzoo.hf.swap import original_attention, restore, swap
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.arguments import (
@@ -50,7 +59,8 @@ from attnzoo.training.distil import token_divergence
 from attnzoo.training.evaluator import EncoderEvaluator, Evaluator
 from attnzoo.training.loading import load_causal, load_model
 from attnzoo.training.planner import require_trained, weights_fingerprint
-from attnzoo.training.run_folder import RunFolder, save_model
+from attnzoo.training.report import card
+from attnzoo.training.run_folder import RunFolder
 from attnzoo.training.trainer import LogitDistillationTrainer, StageRows, TransferTrainer
 from attnzoo.training.transfer import (
     evaluation_mode,
@@ -193,7 +203,7 @@ class Recovery:
                 config = self.model.config
                 layers = {"class": config.model_type, "layer_types": config.layer_types}
                 results["student"] = layers
-            return save_model(self, model, results)
+            return self.save(model, results)
 
     # --- evaluation
 
@@ -494,6 +504,27 @@ class Recovery:
         self.model = model
         return model.to(self.args.device)
 
+    def save(self, model: Any, results: dict[str, Any]) -> dict[str, Any]:
+        """Write model, tokenizer, card and results to the folder; return the results with losses.
+
+        The weights have the data type of the model that came in. The results are written last: they
+        mark a finished run.
+        """
+        if self.state.is_main_process:
+            losses = {name: _losses(history) for name, history in self.stages.items()}
+            results = json.loads(json.dumps({**results, "losses": losses}, allow_nan=False))
+            partial = self.folder.partial
+            model.requires_grad_(True)
+            cast_weights(model, self.dtype)
+            set_dropout(model.config, read_config(self.path))
+            model.save_pretrained(partial)
+            load_tokenizer(self.path).save_pretrained(partial)
+            copy_modules(self.path, partial)
+            (partial / "README.md").write_text(card(self, results), "utf-8")
+            self.folder.finish(results)
+        self.state.wait_for_everyone()
+        return results
+
 
 class EncoderRecovery(Recovery):
     """Recovery of an encoder, whose embeddings are to stay those of the original model."""
@@ -588,3 +619,12 @@ def transferred_layers(
         )
     require_trained(model, states, folder)
     return states
+
+
+def _losses(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what a stage logged, without times."""
+    kept = ("step", "loss", "grad_norm", "learning_rate", "eval_loss", "eval_agreement")
+    lines = [
+        {k: x for k, x in line.items() if k in kept or k.startswith("entropy/")} for line in history
+    ]
+    return [line for line in lines if len(line) > 1]

@@ -1,4 +1,4 @@
-"""The folder of a run: which run it holds, and its model and results, written whole or not."""
+"""The folder of a run: which run it holds, and whether that is finished."""
 
 from __future__ import annotations
 
@@ -11,14 +11,10 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list
 from filelock import FileLock, Timeout
-from transformers import PreTrainedModel
 
 from attnzoo.errors import AttnzooError
-from attnzoo.evaluation.corpus import load_tokenizer
-from attnzoo.hf.configs import set_dropout
-from attnzoo.hf.saving.files import cast_weights, copy_modules, move_files, read_config
+from attnzoo.hf.saving.files import move_files
 from attnzoo.report.output_path import atomic_write, check_folder
-from attnzoo.training.report import card
 
 RESULTS = "recovery.json"
 RUN = "run.json"  # in the folder of the checkpoints
@@ -39,7 +35,7 @@ class RunFolder:
 
     def __init__(self, out: Path, run: Mapping[str, Any], results: str = RESULTS) -> None:
         self.out, self.run, self.results = out, json.loads(json.dumps(run)), results
-        self.checkpoints = out / "checkpoints"
+        self.checkpoints, self.partial = out / "checkpoints", out / "model.partial"
 
     @contextmanager
     def open(self, *, resume: bool, state: Any) -> Iterator[dict[str, Any] | None]:
@@ -91,6 +87,13 @@ class RunFolder:
             )
         return known if results.is_file() else None
 
+    def finish(self, results: Mapping[str, Any]) -> None:
+        """Move the model from ``partial`` into the folder, and then write the results."""
+        move_files(self.partial, self.out)
+        atomic_write(self.out / self.results, json.dumps(results, indent=2))
+        for path in self.checkpoints.glob("*/"):
+            shutil.rmtree(path)
+
 
 def _read(path: Path) -> dict[str, Any]:
     try:
@@ -107,46 +110,3 @@ def _differences(new: Any, old: Any, name: str = "") -> Iterator[str]:
             yield from _differences(new.get(key), old.get(key), f"{name}.{key}" if name else key)
     elif new != old:
         yield f"{name} is {json.dumps(old)}, not {json.dumps(new)}"
-
-
-def save_model(run: Any, model: PreTrainedModel, results: dict[str, Any]) -> dict[str, Any]:
-    """Write model, tokenizer and results to a run's folder; called by all processes.
-
-    The weights have the data type of the model that came in. The results are written last: they
-    mark a finished run.
-
-    Args:
-        run: A :class:`~attnzoo.training.recovery.Recovery`.
-        model: The trained model.
-        results: Its results.
-
-    Returns:
-        The results with what is measured of the model.
-    """
-    out: Path = run.folder.out
-    if run.state.is_main_process:
-        losses = {name: _losses(history) for name, history in run.stages.items()}
-        results = json.loads(json.dumps({**results, "losses": losses}, allow_nan=False))
-        partial = out / "model.partial"
-        model.requires_grad_(True)
-        cast_weights(model, run.dtype)
-        set_dropout(model.config, read_config(run.path))
-        model.save_pretrained(partial)
-        load_tokenizer(run.path).save_pretrained(partial)
-        copy_modules(run.path, partial)
-        (partial / "README.md").write_text(card(run, results), "utf-8")
-        move_files(partial, out)
-        atomic_write(out / RESULTS, json.dumps(results, indent=2))
-        for path in run.folder.checkpoints.glob("*/"):
-            shutil.rmtree(path)
-    run.state.wait_for_everyone()
-    return results
-
-
-def _losses(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what a stage logged, without times."""
-    kept = ("step", "loss", "grad_norm", "learning_rate", "eval_loss", "eval_agreement")
-    lines = [
-        {k: x for k, x in line.items() if k in kept or k.startswith("entropy/")} for line in history
-    ]
-    return [line for line in lines if len(line) > 1]
