@@ -19,10 +19,15 @@ COMMANDS = {
     "describe": (),
     "swap": ("--attention", "linear", "--output-dir", "OUT"),
     "convert": ("--to", "mistral", "--output-dir", "OUT"),
-    "plan": ("--data", "DATA", "--output-file", "OUT"),
+    "plan": (
+        *("--data", "DATA", "--output-file", "OUT"),
+        *("--candidate", "flash:window=8", "--target-length", "64"),
+    ),
     "plan --from": ("--data", "DATA", "--output-file", "OUT", "--from", "MODEL"),
     "recover": ("--data", "DATA", "--attention", "linear", "--output-dir", "OUT"),
-    "recover --teacher": ("--data", "DATA", "--teacher", "MODEL", "--output-dir", "OUT"),
+    "recover --teacher": (
+        *("--data", "DATA", "--teacher", "MODEL", "--train", "full", "--output-dir", "OUT"),
+    ),
     "finetune": ("--data", "DATA", "--attention", "linear", "--output-dir", "OUT"),
     "evaluate": ("--data", "DATA"),
     "compare": ("--output-dir", "OUT", "--attention", "linear", "--lengths", "64"),
