@@ -60,7 +60,7 @@ app.command("list")(models.list_backends)
 app.command("describe")(models.describe)
 app.command("swap")(models.swap)
 app.command("convert")(models.convert)
-app.command("demo")(models.demo)
+app.command("demo")(compare.demo)
 app.command("plan")(plan.plan)
 # their options are those of dataclasses, which commands/arguments.py parses
 PASSED_ON = {

@@ -229,9 +229,9 @@ def test_names_are_whole_in_80_columns(monkeypatch, capsys):
 
 def test_commands_are_the_documented_ones():
     names = {c.name or c.callback.__name__ for c in app.registered_commands}
-    models = {"list", "describe", "swap", "convert", "demo"}
+    models = {"list", "describe", "swap", "convert"}
     training = {"plan", "recover", "finetune", "evaluate"}
-    measuring = {"compare", "tasks", "inspect", "memory", "heads"}
+    measuring = {"compare", "demo", "tasks", "inspect", "memory", "heads"}
     assert names == models | training | {"run", "autoload", "doctor"} | measuring
 
 

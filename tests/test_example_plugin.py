@@ -59,9 +59,9 @@ def test_conformance(run):
 
 
 @pytest.mark.slow
-def test_demo(run):
+def test_comparison(run):
     code = (
-        "from attnzoo.demo import default_specs; "
+        "from attnzoo.compare.cases import default_specs; "
         "from attnzoo.evaluation.models import spec_label; "
         "print(*map(spec_label, default_specs(None)))"
     )

@@ -29,7 +29,7 @@ ROWS = (
     {"testing"},
     # __init__: the public names, resolved on first use, and the version
     {"report", "evaluation", "__init__"},
-    {"demo", "training", "compare", "tasks"},
+    {"training", "compare", "tasks"},
     {"commands"},
     {"cli", "__main__"},
 )

@@ -1,4 +1,4 @@
-"""Commands that measure: compare, inspect, tasks, heads, memory."""
+"""Commands that measure: compare, demo, inspect, tasks, heads, memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import re
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +15,9 @@ from attnzoo.commands.terminal import AsJson, console, print_files, problems, sh
 from attnzoo.errors import AttnzooError, SpecError
 from attnzoo.hf.configs import read_field
 from attnzoo.report.table import format_length
+
+if TYPE_CHECKING:
+    from attnzoo.compare.run import CompareConfig
 
 Lengths = Annotated[str, typer.Option(help="tokens: 1k..64k (doubling) or 512,2k,3000")]
 
@@ -76,12 +79,10 @@ def compare(
     Every case runs in its own process; a case that fails is a row with the reason.
     """
     parsed = parse_lengths(lengths)  # before torch is imported
-    from attnzoo.compare import run
     from attnzoo.compare.cases import LEVELS, default_specs
-    from attnzoo.compare.report import show, write_report
-    from attnzoo.evaluation.results import FILE
+    from attnzoo.compare.run import CompareConfig
 
-    config = run.CompareConfig(
+    config = CompareConfig(
         model=str(model),
         lengths=parsed,
         specs=specs_of(attention or ["all"], default_specs),
@@ -99,16 +100,57 @@ def compare(
         threads=threads,
         fresh=fresh,
     )
+    _compare(config, as_json)
+
+
+def demo(
+    model: Model = Path("embedded"),
+    data: Annotated[Path | None, typer.Option(help="text file to evaluate on")] = None,
+    attention: Attentions = None,
+    output_dir: OutputDir = Path("attnzoo-demo"),
+    quick: Annotated[bool, typer.Option(help="use contexts up to 1k only")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compare quality, recall, decoding speed and cache size of every attention in one model.
+
+    It is `compare --mode decode --level model` with shorter rows, and starts over each time.
+    """
+    from attnzoo.compare.cases import default_specs
+    from attnzoo.compare.run import CompareConfig, read_model_info
+
+    lengths = [256, 1024] if quick else [256, 1024, 4096, 16384]
+    short = partial(default_specs, use_case="short")
+    limit = read_model_info(str(model)).max_positions or 2 * lengths[-1]
+    config = CompareConfig(
+        model=str(model),
+        lengths=[n for n in lengths if n < limit] or [limit // 2],
+        specs=specs_of(attention or ["all"], short) or short(None),
+        out=output_dir,
+        levels=["model"],
+        mode="decode",
+        text=data,
+        quality_length=512,
+        min_run_time=0.05,
+        fresh=True,
+    )
+    _compare(config, as_json)
+
+
+def _compare(config: CompareConfig, as_json: bool) -> None:
+    """Measure what has no row yet, write the report, and print the tables or all rows."""
+    from attnzoo.compare.report import show, write_report
+    from attnzoo.compare.run import compare
+    from attnzoo.evaluation.results import FILE
+
     with show_status(problems if as_json else console) as on_status:
         log = problems if as_json else console
-        rows = run.compare(config, on_status, partial(log.print, soft_wrap=True))
-    missing = run.missing_quality(config, run.read_model_info(config.model))
-    page = write_report(output_dir, rows, mode, missing)
+        rows = compare(config, on_status, partial(log.print, soft_wrap=True))
+    page = write_report(config.out, rows, config.mode)
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    show(console, rows, mode, missing)
-    print_files(output_dir / FILE, page)
+    show(console, rows, config.mode)
+    print_files(config.out / FILE, page)
 
 
 def parse_lengths(text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""Commands on one model: list, describe, swap, convert, demo."""
+"""Commands on one model: list, describe, swap, convert."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attnzoo.commands.options import Attentions, Model, spec_of, specs_of
-from attnzoo.commands.terminal import AsJson, console, print_files, problems, show_status
+from attnzoo.commands.options import Model, spec_of
+from attnzoo.commands.terminal import AsJson, console
 from attnzoo.errors import SpecError
 
 if TYPE_CHECKING:
@@ -170,41 +170,3 @@ def _read_plan(plan: Path | None, recurrent: str | None) -> tuple[Any, str | Non
     if recurrent is not None:
         raise SpecError(f"{str(plan)!r} has the recurrent layers; leave --recurrent out")
     return None, planned
-
-
-def demo(
-    model: Model = Path("embedded"),
-    data: Annotated[Path | None, typer.Option(help="text file to evaluate on")] = None,
-    attention: Attentions = None,
-    output_dir: Annotated[Path, typer.Option(help="folder for results and report")] = Path(
-        "attnzoo-demo"
-    ),
-    quick: Annotated[bool, typer.Option(help="use fewer rows, and contexts up to 1k")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Compare quality, recall, decoding speed and cache size of every attention in one model."""
-    from attnzoo import demo as made
-    from attnzoo.report.output_path import check_folder
-
-    check_folder(output_dir)
-    specs = specs_of(attention or ["all"], made.default_specs)
-    with show_status(problems if as_json else console) as show:
-        results = made.run_demo(
-            model=model,
-            text=data,
-            out=output_dir,
-            specs=specs,
-            quick=quick,
-            on_progress=show,
-        )
-    page = made.write_report(output_dir, results)
-    if as_json:
-        print((output_dir / made.RESULTS).read_text("utf-8"), end="")
-        return
-    made.results_table(results).print(console)
-    for result in results:
-        if result.refused:
-            message = f"{result.label} is not supported: {result.refused}"
-            console.print(message, soft_wrap=True, markup=False)
-    console.print(made.summary(results))
-    print_files(output_dir / made.RESULTS, page)

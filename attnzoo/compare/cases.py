@@ -69,18 +69,21 @@ class CostCase:
         return repr(sorted(asdict(self).items(), key=lambda item: item[0]))
 
 
-def default_specs(names: Sequence[str] | None, *, causal: bool = True) -> list[AttentionSpec]:
+def default_specs(
+    names: Sequence[str] | None, *, causal: bool = True, use_case: str = "long"
+) -> list[AttentionSpec]:
     """Return the presets of the given backends, or of every backend, exact ones first.
 
     Args:
         names: Backends; all when ``None``.
         causal: Whether the model is causal; encoders have presets of their own.
+        use_case: That of :data:`~attnzoo.evaluation.presets.PRESETS` for a causal model.
 
     Raises:
         UnknownBackendError: A name is unknown.
     """
     chosen = dict.fromkeys(names or ("softmax", BASELINE, *available_backends()))
-    return preset_specs(chosen, *(("long",) if causal else ("bidirectional", "long")))
+    return preset_specs(chosen, *((use_case,) if causal else ("bidirectional", "long")))
 
 
 def is_exact(spec: dict[str, Any]) -> bool:
@@ -136,9 +139,10 @@ def prepare(case: CostCase, info: ModelInfo) -> Run:
     torch.manual_seed(0)
     if case.level == "op":
         return _op_step(case, info) if case.mode == "decode" else _op(case, info)
-    if info.max_positions is not None and info.max_positions < case.T:
+    needed = case.T + (case.mode == "decode")
+    if info.max_positions is not None and info.max_positions < needed:
         raise UnsupportedError(
-            f"the model has {info.max_positions} positions, but the case needs {case.T}; "
+            f"the model has {info.max_positions} positions, but the case needs {needed}; "
             "attnzoo.extend_positions adds positions"
         )
     return _model(case, info, load(info, case))
@@ -271,6 +275,9 @@ def _model(case: CostCase, info: ModelInfo, model: PreTrainedModel) -> Run:
     if case.mode == "decode":
         cache = filled_cache(model, case, info)
         arguments = _arguments(model, case, info, 1) | cache_argument(cache)
+        if "position_ids" in inspect.signature(type(model).forward).parameters:
+            # each call grows the cache, and must not leave the positions that a model has
+            arguments["position_ids"] = torch.full((case.B, 1), case.T, device=case.device)
         return torch.no_grad()(lambda: model(**arguments))
     arguments = _arguments(model, case, info, case.T)
     if case.mode == "forward":

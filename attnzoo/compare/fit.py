@@ -26,8 +26,7 @@ class Curve:
         attention: Name in tables.
         exact: Whether it computes softmax attention over all keys.
         ms: Milliseconds per row of the fastest round.
-        peak_bytes: Peak memory per row.
-        cache_bytes: Memory kept between decoding steps, per row.
+        memory: Bytes per row: of the cache in decoding, else the peak.
         spread: Longest minus shortest round, divided by the median.
         missing: Why a length has no cost.
         gain: Logarithm of the baseline's time divided by this one's, over alternating rounds.
@@ -36,8 +35,7 @@ class Curve:
     attention: str
     exact: bool
     ms: dict[int, float] = field(default_factory=dict)
-    peak_bytes: dict[int, float] = field(default_factory=dict)
-    cache_bytes: dict[int, float] = field(default_factory=dict)
+    memory: dict[int, float] = field(default_factory=dict)
     spread: dict[int, float] = field(default_factory=dict)
     missing: dict[int, str] = field(default_factory=dict)
     gain: dict[int, Difference] = field(default_factory=dict)
@@ -55,12 +53,12 @@ def make_curves(rows: Iterable[Row]) -> list[Curve]:
             curve.missing[length] = ": ".join(filter(None, [row["status"], row.get("reason")]))
             continue
         curve.ms[length] = row["min_ms"] / count
-        curve.peak_bytes[length] = row["peak_bytes"] / count
         curve.spread[length] = row["spread"]
         if row.get("baseline_ms"):
             curve.gain[length] = speedup(row["baseline_ms"], row["rounds_ms"])
-        if row["kept_bytes"] is not None:
-            curve.cache_bytes[length] = row["kept_bytes"] / count
+        held = row["kept_bytes" if row["mode"] == "decode" else "peak_bytes"]
+        if held is not None:
+            curve.memory[length] = held / count
     return list(curves.values())
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -33,6 +32,7 @@ ACCEPTABLE_LOSS = 0.1  # bits per byte that a recommended swap may cost without 
 ACCEPTABLE_COSINE = 0.99  # of a recommended swap's embeddings to the original model's
 LEVEL_NAMES = {"op": "operator", "model": "whole model"}
 MODE_NAMES = {"forward": "forward", "train": "forward + backward", "decode": "decoding one token"}
+MEMORY_NAMES = {"forward": "peak memory", "train": "peak memory", "decode": "cache"}
 
 
 def group_title(device: str, level: str, mode: str) -> str:
@@ -50,7 +50,6 @@ def cost_table(curves: Sequence[Curve], group: tuple[str, str, str]) -> Table:
         curves: Curves of one group.
         group: Device, level and mode.
     """
-    decode = group[2] == "decode"
     lengths = sorted({n for curve in curves for n in (*curve.ms, *curve.missing)})
     longest = lengths[-1]
     fast = speedups(curves, longest)
@@ -61,7 +60,7 @@ def cost_table(curves: Sequence[Curve], group: tuple[str, str, str]) -> Table:
         f"x exact @{format_length(longest)}",
         "grows as",
         "faster from",
-        f"{'cache' if decode else 'memory'} @{format_length(longest)}",
+        f"{MEMORY_NAMES[group[2]]} @{format_length(longest)}",
     ]
     rows = []
     for curve in curves:
@@ -79,7 +78,7 @@ def cost_table(curves: Sequence[Curve], group: tuple[str, str, str]) -> Table:
                 "" if curve.exact else number(fast.get(curve.attention), 1),
                 "-" if power is None else f"T^{power:.2f}",
                 faster_from(curve, curves),
-                format_bytes((curve.cache_bytes if decode else curve.peak_bytes).get(longest)),
+                format_bytes(curve.memory.get(longest)),
             ]
         )
     return Table(
@@ -135,10 +134,8 @@ def qualities(rows: Sequence[Row]) -> dict[str, Difference]:
     return {row["attention"]: paired(row["rows"], best["rows"]) for row in measured}
 
 
-def _cost_text(cost: Difference, rows: Sequence[Row]) -> str:
-    if _in_cosines(rows):
-        return f"a cosine of {plus_minus(1 - cost.mean, cost.error)}"
-    return f"{'+' if cost.mean >= 0 else ''}{cost} bits per byte"
+def _signed(cost: Difference) -> str:
+    return f"{'+' if cost.mean >= 0 else ''}{cost}"
 
 
 def _in_cosines(rows: Sequence[Row]) -> bool:
@@ -155,8 +152,9 @@ def equal_windows(rows: Sequence[Row]) -> dict[str, int | None]:
 def quality_table(rows: Sequence[Row]) -> Table | None:
     """Return loss within and beyond the trained length, generation and recall; ``None`` if none.
 
-    ``equal tokens`` is the fraction of greedily generated tokens that equal exact attention's. Of a
-    model that predicts no next token: the similarity of its embeddings by length.
+    ``costs`` is the loss above exact attention's, and ``equal tokens`` the fraction of greedily
+    generated tokens that equal exact attention's. Of a model that predicts no next token: the
+    similarity of its embeddings by length.
     """
     measured = measured_quality(rows)
     if not measured:
@@ -186,7 +184,7 @@ def quality_table(rows: Sequence[Row]) -> Table | None:
         [
             (name := row["attention"]),
             number(row["bits_per_byte"]),
-            f"{costs[name].mean:+.3f}" if name in costs else "-",
+            _signed(costs[name]) if name in costs else "-",
             "all keys" if name in equal and equal[name] is None else str(equal.get(name, "-")),
             number(row["bits_per_byte_beyond"]),
             _percent(row["generation"].get("agreement")),
@@ -219,45 +217,12 @@ def _percent(value: float | None) -> str:
 # -- findings ------------------------------------------------------------------------------------
 
 
-def findings_table(curves: Sequence[Curve], rows: Sequence[Row]) -> Table:
-    """Return from which length each attention is faster, its cost in quality, and its cache.
-
-    Args:
-        curves: Curves of one level and mode.
-        rows: All rows.
-    """
-    costs = {name: _cost_text(cost, rows) for name, cost in qualities(rows).items()}
-    sizes = cache_bytes(curves, rows)
-    body = [
-        [
-            x.attention,
-            faster_from(x, curves),
-            costs.get(x.attention, "-"),
-            format_bytes(sizes.get(x.attention)),
-        ]
-        for x in curves
-    ]
-    columns = ["attention", "faster from", "cost without training", "cache"]
-    return Table(columns=columns, rows=body, title="Findings")
-
-
-def cache_bytes(curves: Sequence[Curve], rows: Sequence[Row]) -> Mapping[str, float]:
-    """Return the bytes of one sequence's cache at the longest length, by attention, where known."""
-    found: dict[str, Any] = {}
-    equal = [row for row in rows if row["kind"] == EQUAL and row["status"] == OK]
-    for row in sorted(equal, key=lambda row: int(row["T"])):
-        found[row["attention"]] = row["swap_bytes"]
-        found |= {curve.attention: row["exact_bytes"] for curve in curves if curve.exact}
-    return found | {x.attention: x.cache_bytes[max(x.cache_bytes)] for x in curves if x.cache_bytes}
-
-
-def headline(curves: Sequence[Curve], rows: Sequence[Row], missing: str = "") -> str:
+def headline(curves: Sequence[Curve], rows: Sequence[Row]) -> str:
     """Return the main finding: the best attention, from which length on, and its quality.
 
     Args:
         curves: Curves of one level and mode.
         rows: All rows.
-        missing: Why no quality was measured, if none was requested or possible.
     """
     exact = best_exact(curves)
     if not exact:
@@ -287,9 +252,11 @@ def headline(curves: Sequence[Curve], rows: Sequence[Row], missing: str = "") ->
         f"{significant(pool[best], 2)} ± {significant(error, 1)} times at {format_length(longest)}"
     )
     if best not in costs:
-        return f"{finding}; {_unknown(best, rows, missing)}."
-    verb = "has" if _in_cosines(rows) else "costs"
-    cost = f"{verb} {_cost_text(costs[best], rows)} without training"
+        return f"{finding}; {_unknown(best, rows)}."
+    cost = f"costs {_signed(costs[best])} bits per byte without training"
+    if _in_cosines(rows):
+        similar = plus_minus(1 - costs[best].mean, costs[best].error)
+        cost = f"has a cosine of {similar} without training"
     if best in good:
         return f"{finding}, and {cost}."
     return (
@@ -298,14 +265,18 @@ def headline(curves: Sequence[Curve], rows: Sequence[Row], missing: str = "") ->
     )
 
 
-def _unknown(attention: str, rows: Sequence[Row], missing: str) -> str:
+def _unknown(attention: str, rows: Sequence[Row]) -> str:
     """Return why the quality of an attention is unknown."""
-    if reason := unable(rows):
-        return f"its quality was not measured: {reason}"
+    reason = unable(rows)
     for row in rows:
         if row["kind"] == "quality" and row["attention"] == attention and row["status"] != OK:
-            missing = ": ".join(filter(None, [row["status"], row.get("reason")]))
-    return "its quality was not measured" + (f" ({missing})" if missing else "")
+            reason = _reason(row)
+    return "its quality was not measured" + (f": {reason}" if reason else "")
+
+
+def _reason(row: Row) -> str:
+    """Return why a row has no result."""
+    return ": ".join(filter(None, [row["status"], row.get("reason")]))
 
 
 def not_measured(rows: Sequence[Row]) -> list[str]:
@@ -317,8 +288,7 @@ def not_measured(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         if row["status"] not in (OK, NOT_RUN):
             what = LEVEL_NAMES[row["level"]] if row["kind"] == "cost" else row["kind"]
-            reason = ": ".join(filter(None, [row["status"], row.get("reason")]))
-            cases = found.setdefault((row["attention"], reason), [])
+            cases = found.setdefault((row["attention"], _reason(row)), [])
             cases.append(f"{what}, {format_length(row['T'])} tokens")
     return [
         f"{attention}, {cases[0]}{f' and {len(cases) - 1} more' if cases[1:] else ''}: {reason}"
@@ -348,45 +318,40 @@ def main_group(groups: dict[Group, list[Curve]], mode: str) -> Group | None:
     return next(iter(on_gpu or found), None)
 
 
-def advice(rows: Sequence[Row], mode: str, missing: str = "") -> tuple[str, Table | None]:
-    """Return the main finding of a comparison as text, and a table of all attentions.
+def finding(rows: Sequence[Row], mode: str) -> str:
+    """Return the main finding of a comparison.
 
     Args:
         rows: All rows.
         mode: The mode to summarise.
-        missing: Why no quality was measured, if none was requested or possible.
     """
     groups = group_curves(rows)
-    group = main_group(groups, mode)
-    if group is None:
-        return "Nothing could be measured; the reasons are listed above.", None
-    curves = groups[group]
-    return f"{group_title(*group)}. {headline(curves, rows, missing)}", findings_table(curves, rows)
+    if (group := main_group(groups, mode)) is None:
+        return "Nothing could be measured; the reasons are listed above."
+    return f"{group_title(*group)}. {headline(groups[group], rows)}"
 
 
-def show(console: Console, rows: Sequence[Row], mode: str, missing: str = "") -> None:
-    """Print the tables, quality first, the cases without a result, and the findings."""
+def show(console: Console, rows: Sequence[Row], mode: str) -> None:
+    """Print the tables, quality first, the cases without a result, and the main finding."""
     groups = group_curves(rows)
     costs = [cost_table(groups[group], group) for group in groups if group[2] == mode]
-    text, findings = advice(rows, mode, missing)
-    for part in (quality_table(rows), *costs, *not_measured(rows), findings, text):
+    for part in (quality_table(rows), *costs, *not_measured(rows), finding(rows, mode)):
         if isinstance(part, Table):
             part.print(console)
         elif part:
             console.print(part, soft_wrap=True, highlight=False, markup=False)
 
 
-def write_report(out: Path, rows: Sequence[Row], mode: str, missing: str = "") -> Path | None:
+def write_report(out: Path, rows: Sequence[Row], mode: str) -> Path | None:
     """Write ``report.html`` and its plots as PNG; return ``None`` without matplotlib."""
-    about, groups = rows[0], group_curves(rows)
-    text, findings = advice(rows, mode, missing)
-    model = about["model"]
+    about, model = rows[0], rows[0]["model"]
     subject = (
         f"{model['name']}: {model['H']} query heads, {model['Hkv']} key heads of size "
         f"{model['D']}. Costs are per row, and times those of the fastest round."
     )
-    parts: list[Part] = [subject, text, findings, *quality_plots(rows, mode), quality_table(rows)]
-    for group, curves in groups.items():
+    parts: list[Part] = [subject, finding(rows, mode), *quality_plots(rows, mode)]
+    parts.append(quality_table(rows))
+    for group, curves in group_curves(rows).items():
         if any(curve.ms for curve in curves):
             parts += [*cost_plots(group, curves), cost_table(curves, group)]
     facts = ", ".join(f"{name} {value}" for name, value in about["machine"].items())
@@ -397,8 +362,6 @@ def write_report(out: Path, rows: Sequence[Row], mode: str, missing: str = "") -
 def cost_plots(group: Group, curves: Sequence[Curve]) -> list[Plot]:
     """Return time and memory over length of one device, level and mode."""
     name, title = "-".join(group), group_title(*group)
-    decode = group[2] == "decode"
-    sizes = {x.attention: x.cache_bytes if decode else x.peak_bytes for x in curves if x.ms}
     return [
         line_plot(
             {curve.attention: curve.ms for curve in curves if curve.ms},
@@ -408,9 +371,13 @@ def cost_plots(group: Group, curves: Sequence[Curve]) -> list[Plot]:
             y="milliseconds per row",
         ),
         line_plot(
-            {k: {n: size / 2**20 for n, size in found.items()} for k, found in sizes.items()},
+            {
+                curve.attention: {n: size / 2**20 for n, size in curve.memory.items()}
+                for curve in curves
+                if curve.ms
+            },
             name=f"memory-{name}",
-            title=f"{title}: {'cache' if decode else 'peak memory'}",
+            title=f"{title}: {MEMORY_NAMES[group[2]]}",
             x="tokens",
             y="MiB per row",
         ),

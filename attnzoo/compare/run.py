@@ -160,8 +160,8 @@ def check(config: CompareConfig, info: ModelInfo) -> tuple[list[AttentionSpec], 
     if config.mode == "decode" and not info.generates:
         reason = "has no head that predicts tokens" if info.causal else "is not causal"
         raise SpecError(
-            f"{info.name} {reason}, so it cannot decode; use --mode forward or train, or give a "
-            "causal language model"
+            f"{info.name} {reason}, so it cannot decode; compare it in --mode forward or "
+            "train, or give a causal language model"
         )
     if not info.text_model and set(config.levels) - {"op"}:
         raise SpecError(
@@ -188,7 +188,7 @@ def compare(
     Args:
         config: Options of the comparison.
         on_progress: Called with what is measured now.
-        log: Called with the verdicts about GPU kernels that are checked before.
+        log: Called with why no quality is measured, and the verdicts about GPU kernels.
 
     Raises:
         AttnzooError: An option is invalid; nothing is measured then.
@@ -198,7 +198,9 @@ def compare(
     info = replace(info, dtype=config.dtype or info.dtype)
     check_folder(config.out)
     batch: QualityBatch | None = None
-    if not missing_quality(config, info):
+    if missing := missing_quality(config, info):
+        log(f"Quality is not measured: {missing}.")
+    else:
         make: Any = make_recall_batch if info.generates else make_embedding_batch
         longest = min(config.quality_length, info.max_positions or config.quality_length)
         batch = make(Path(info.path), config.text, longest)

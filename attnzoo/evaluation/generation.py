@@ -38,6 +38,7 @@ from attnzoo.evaluation.rows import (
 from attnzoo.hf.seam import cache_argument
 
 ROWS = 6  # of copies and needles, by distance
+TEXT_TOKENS = ROWS * 2048  # of plain text, in 6 rows or more
 COPY_TOKENS = 48  # length of a copied segment
 MIN_DISTANCE = 64  # shortest distance, and end of the first position bucket
 UNPREDICTABLE = 4  # first tokens of the second copy, before a model can recognise it
@@ -224,7 +225,8 @@ def make_recall_batch(path: Path, text: Path | None, length: int) -> RecallEvalB
         SpecError: The file cannot be read, or it is shorter than one row.
     """
     encode, generator = string_tokenizer(path), torch.Generator().manual_seed(0)
-    documents, rows = tokenized_rows(encode, text, ROWS, length, generator)
+    count = max(ROWS, TEXT_TOKENS // length)
+    documents, rows = tokenized_rows(encode, text, count, length, generator)
     tokens = torch.cat(documents)
     longest, needles = min(length, max(map(len, documents))), Needles(encode)
     distances = [MIN_DISTANCE << i for i in range(longest.bit_length())]

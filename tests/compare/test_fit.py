@@ -59,6 +59,7 @@ def row(attention, T, ms, *, exact=False, B=1, status="ok"):
         "spread": 0.01,
         "peak_bytes": 8 * T * B,
         "kept_bytes": None,
+        "mode": "forward",
         "exact": exact,
         "status": status,
     }
@@ -70,7 +71,7 @@ def test_curves_are_of_one_row():
     )
     flash, softmax = curves
     assert flash.ms == {1024: 10.0}
-    assert flash.peak_bytes == {1024: 8192.0}
+    assert flash.memory == {1024: 8192.0}
     assert best_exact(curves) == {1024: 10.0}
     assert softmax.ms == {1024: 12.0}
 

@@ -7,8 +7,9 @@ from rich.console import Console
 
 from attnzoo.compare.fit import make_curves
 from attnzoo.compare.report import (
-    advice,
     cost_table,
+    finding,
+    group_curves,
     not_measured,
     quality_table,
     show,
@@ -111,7 +112,7 @@ def test_every_plot_is_a_picture(page):
 @pytest.mark.parametrize("width", [1280, 400])
 def test_it_opens_in_a_browser(page, open_page, width):
     tab = open_page(page, width=width, plots=8)
-    assert tab.locator("table").count() == 4
+    assert tab.locator("table").count() == 3
 
 
 def test_the_table_has_fits_and_reasons():
@@ -156,59 +157,51 @@ def test_a_reason_is_given_once():
     ]
 
 
-def findings(rows, missing=""):
-    """Return the headline, and the cells of the table by attention."""
-    text, table = advice(rows, "forward", missing)
-    assert list(table.columns[1:]) == ["faster from", "cost without training", "cache"]
-    return text, {row[0]: list(row[1:]) for row in table.rows}
+def column(table, name):
+    """Return the cells of a column by attention."""
+    index = list(table.columns).index(name)
+    return {row[0]: row[index] for row in table.rows}
+
+
+def faster_from(rows):
+    """Return the lengths of the table of the whole model, or else of the operator."""
+    group, curves = next(iter(group_curves(rows).items()))
+    return column(cost_table(curves, group), "faster from")
 
 
 def test_the_headline_takes_what_costs_little():
     """Linear is faster than reformer, but costs 3 bits per byte; reformer costs 0.05."""
-    text, table = findings(ROWS)
+    text = finding(ROWS, "forward")
     assert (
         "From 5.1k tokens on, reformer is faster than exact attention, 2.6 ± 0.005 times at 16k, "
         "and costs +0.050 ± 0.000 bits per byte without training."
     ) in text
-    assert table == {
-        "flash": ["", "+0.000 ± 0.000 bits per byte", "-"],
-        "linear": ["2.5k", "+3.000 ± 0.000 bits per byte", "-"],
-        "reformer": ["5.1k", "+0.050 ± 0.000 bits per byte", "-"],
-        "odd <one>": ["not seen", "+0.500 ± 0.000 bits per byte", "-"],
-    }
-    text, _ = findings([row for row in ROWS if row["attention"] in ("flash", "linear")])
+    lengths = {"flash": "", "linear": "2.5k", "reformer": "5.1k", "odd <one>": "not seen"}
+    assert faster_from(ROWS) == lengths
+    costs = {"flash": "+0.000", "linear": "+3.000", "reformer": "+0.050", "odd <one>": "+0.500"}
+    found = column(quality_table(ROWS), "costs")
+    assert found == {name: f"{cost} ± 0.000" for name, cost in costs.items()}
+    text = finding([row for row in ROWS if row["attention"] in ("flash", "linear")], "forward")
     assert "From 2.5k tokens on, linear is faster than exact attention, 6.4 ± 0.01 times" in text
     assert "costs +3.000 ± 0.000 bits per byte without training, and every faster" in text
 
 
-def test_the_cache_is_that_of_the_longest_length():
-    equal = [
-        cost("linear", n) | {"kind": "equal window", "window": 65, "swap_bytes": 7 * n}
-        for n in (2048, 1024)
-    ]
-    rows = [*ROWS, *(row | {"exact_bytes": 2**20, "exact": False} for row in equal)]
-    caches = {name: cells[-1] for name, cells in findings(rows)[1].items()}
-    assert caches == {"flash": "1.0 MiB", "linear": "14 KiB", "reformer": "-", "odd <one>": "-"}
-
-
 def test_without_quality_the_headline_says_so():
     costs = [row for row in ROWS if row["kind"] == "cost"]
-    text, table = findings(costs)
-    assert "its quality was not measured." in text
-    assert {cells[1] for cells in table.values()} == {"-"}
-    assert "not measured (give --data a file)" in findings(costs, "give --data a file")[0]
+    assert "its quality was not measured." in finding(costs, "forward")
+    assert quality_table(costs) is None
     failed = quality("linear", 0) | {"status": "failed", "reason": "the loss is nan"}
-    assert "not measured (failed: the loss is nan)" in findings([*costs, failed])[0]
+    assert "not measured: failed: the loss is nan." in finding([*costs, failed], "forward")
 
 
 def test_no_cost_if_exact_attention_cannot_predict_the_text():
     """Bits per byte above those of the tokens' frequencies: an untrained model."""
-    text, _ = findings([*ROWS, quality("flash", 7.0) | {"attention": "softmax"}])
+    text = finding([*ROWS, quality("flash", 7.0) | {"attention": "softmax"}], "forward")
     assert "costs +0.050 ± 0.000 bits per byte" in text  # the best exact attention counts
     rows = [row | {"unigram_bits_per_byte": 0.5} if "trained" in row else row for row in ROWS]
-    text, table = findings(rows)
+    text = finding(rows, "forward")
     assert "exact attention itself has 1.00 bits per byte on this text" in text
-    assert {cells[1] for cells in table.values()} == {"-"}
+    assert set(column(quality_table(rows), "costs").values()) == {"-"}
 
 
 def test_findings_on_embeddings():
@@ -218,14 +211,13 @@ def test_findings_on_embeddings():
         measured = {"kind": "quality", "cosine": cosine, "least": cosine}
         measured["cosine_rows"] = [cosine - 0.004, cosine + 0.004]
         rows.append(cost(name, 512) | measured | {"cosine_by_length": {"512": cosine}})
-    text, table = findings(rows)
+    text = finding(rows, "forward")
     assert text.endswith("at 16k, and has a cosine of 0.995 ± 0.004 without training.")
-    assert table["linear"][1] == "a cosine of 0.900 ± 0.004"
 
 
 def test_nothing_faster():
     rows = [row for row in ROWS if row["attention"] in ("flash", "odd <one>")]
-    assert "nothing that was measured is clearly faster" in findings(rows)[0]
+    assert "nothing that was measured is clearly faster" in finding(rows, "forward")
 
 
 def noisy(rows, factor):
@@ -242,15 +234,15 @@ def noisy(rows, factor):
 def test_a_speed_up_inside_the_spread_is_not_claimed():
     """With a spread of 42% and more, neither "faster" nor a crossover is stated."""
     rows = [row for row in ROWS if row["attention"] in ("flash", "reformer")]
-    text, table = findings(noisy(rows, 2.0))
-    assert "nothing that was measured is clearly faster" in text
-    assert table["reformer"][0] == "not seen"
-    assert "reformer is faster" in findings(noisy(rows, 1.05))[0]
+    loud = noisy(rows, 2.0)
+    assert "nothing that was measured is clearly faster" in finding(loud, "forward")
+    assert faster_from(loud)["reformer"] == "not seen"
+    assert "reformer is faster" in finding(noisy(rows, 1.05), "forward")
 
 
 def test_without_rounds_beside_the_baseline_nothing_is_claimed():
     rows = [{k: x for k, x in row.items() if k != "baseline_ms"} for row in ROWS]
-    assert "nothing that was measured is clearly faster" in findings(rows)[0]
+    assert "nothing that was measured is clearly faster" in finding(rows, "forward")
 
 
 def test_the_window_of_equal_memory_stands_beside_an_attention():
@@ -266,6 +258,5 @@ def test_the_window_of_equal_memory_stands_beside_an_attention():
 
 def test_nothing_measured():
     failed = [cost(name, 1024, status="failed") for name in COSTS]
-    text, table = advice(failed, "forward")
-    assert ("Nothing could be measured" in text, table) == (True, None)
+    assert "Nothing could be measured" in finding(failed, "forward")
     assert "failed: it is" in printed(failed)

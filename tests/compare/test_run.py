@@ -9,6 +9,8 @@ from transformers import (
     BertConfig,
     BertModel,
     ByT5Tokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
@@ -401,3 +403,12 @@ def test_exact_attention_is_added_where_none_was_named(llama):
     info = read_model_info(str(llama))
     specs, _ = run_module.check(compare_config(llama, None, specs=[AttentionSpec("linear")]), info)
     assert [spec.default.backend for spec in specs] == ["flash", "linear"]
+
+
+def test_the_token_after_the_last_position_is_refused(tmp_path, in_process):
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 384, "n_positions": 48}
+    GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(tmp_path / "gpt2")
+    given = {"lengths": [47, 48], "levels": ["model"], "quality": False, "mode": "decode"}
+    rows = compare(compare_config(tmp_path / "gpt2", tmp_path / "out", **given))
+    assert {(row["T"], row["status"]) for row in rows} == {(47, OK), (48, REFUSED)}
+    assert "48 positions, but the case needs 49" in rows[-1]["reason"]

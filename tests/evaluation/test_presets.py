@@ -2,7 +2,7 @@
 
 import pytest
 
-from attnzoo import demo, tasks
+from attnzoo import tasks
 from attnzoo.compare import cases
 from attnzoo.errors import UnknownBackendError
 from attnzoo.evaluation.models import spec_label
@@ -12,8 +12,8 @@ from attnzoo.training.plan import preset_candidates
 
 USE_CASES = {"short", "long", "bidirectional", "from_scratch", "recovery", "tiny"}
 DEMO = [
-    *("softmax", "block_sparse top_k 10", "delta window 32", "flash", "flash window 32"),
-    "flash window 32 num_sinks 4",
+    *("softmax", "flash", "flash window 32", "flash window 32 num_sinks 4"),
+    *("block_sparse top_k 10", "delta window 32"),
     *("gated_linear alibi", "gated_linear", "gated_linear window 32"),
     *("linear", "linear hedgehog", "linear hedgehog window 32"),
     *("linformer block 64", "longformer", "performer", "reformer chunk_size 16"),
@@ -39,7 +39,7 @@ def labels(specs):
 
 
 def test_rows():
-    assert labels(demo.default_specs(None)) == DEMO
+    assert labels(cases.default_specs(None, use_case="short")) == DEMO
     assert labels(cases.default_specs(None)) == COMPARE
     assert labels(tasks.default_specs()) == TASKS
     encoder = {"linformer num_rows 256", "longformer window 256"}

@@ -15,7 +15,6 @@ import transformers as hf
 import attnzoo
 from attnzoo.cli import main
 from attnzoo.compare.run import CompareConfig, Workers, compare
-from attnzoo.demo import run_demo
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.corpus import string_tokenizer
 from attnzoo.evaluation.generation import (
@@ -25,7 +24,7 @@ from attnzoo.evaluation.generation import (
     make_recall_batch,
 )
 from attnzoo.evaluation.models import embedded_model_path, max_positions
-from attnzoo.evaluation.quality import evaluate_rows, make_eval_batch, rows_with_repeats
+from attnzoo.evaluation.quality import evaluate_rows, rows_with_repeats
 from attnzoo.evaluation.rows import Rows, pack_documents, predictions, separates_documents
 from attnzoo.training import evaluator as evaluation
 from attnzoo.training import recovery
@@ -210,7 +209,7 @@ def test_a_window_as_long_as_documents_changes_nothing(
 
 
 def test_commands_with_a_text_measure_documents(data, gpt2, attnzoo_command, tmp_path, monkeypatch):
-    """compare, demo, heads and inspect."""
+    """compare, heads and inspect."""
     monkeypatch.setattr(
         Workers, "run", lambda self, call, *given, device="cpu": {"status": "ok", **call(*given)}
     )
@@ -228,12 +227,6 @@ def test_commands_with_a_text_measure_documents(data, gpt2, attnzoo_command, tmp
         expected = loss_of(documents, alone(gpt2, spec, documents))
         found = next(x for key, x in measured.items() if key.startswith(name))
         assert found["bits_per_byte"] == pytest.approx(expected, abs=6e-5)
-    shown = run_demo(model=gpt2, text=data, out=tmp_path, specs=[WINDOW], quick=True)
-    documents = make_eval_batch(gpt2, data, rows=8, row_length=160).rows.documents()
-    for result, spec in zip(shown, (None, WINDOW), strict=True):
-        expected = loss_of(documents, alone(gpt2, spec, documents))
-        assert result.bits_per_byte == pytest.approx(expected, rel=1e-5)
-        assert result.recall_bits_per_byte is None
     text = ("--data", data, "--output-dir", tmp_path, "--overwrite")
     attnzoo_command("heads", gpt2, *text, "--rows", 3)
     texts = [string_tokenizer(gpt2)(json.loads(x)["text"]) for x in data.read_text().splitlines()]
