@@ -66,6 +66,15 @@ class BlockSparseConfig(BackendConfig):
     """
 
     ops: ClassVar[tuple[str, ...]] = ("block_sparse_attention", "block_sparse_step")
+    smallest: ClassVar[Mapping[str, str]] = {
+        "window": "1 token",
+        "num_sinks": "0 tokens",
+        "top_k": "0 blocks",
+        "block_size": "1 token",
+        "query_block": "1 token",
+        "index_heads": "1 head",
+        "index_head_dim": "4 channels",
+    }
     largest: ClassVar[Mapping[str, int]] = {
         **BackendConfig.largest,
         "block_size": 2**12,  # the last block is padded
@@ -86,21 +95,6 @@ class BlockSparseConfig(BackendConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, least, unit in (
-            ("window", 1, "token"),
-            ("num_sinks", 0, "tokens"),
-            ("top_k", 0, "blocks"),
-            ("block_size", 1, "token"),
-            ("query_block", 1, "token"),
-            ("index_heads", 1, "head"),
-            ("index_head_dim", 4, "channels"),
-        ):
-            value = getattr(self, name)
-            if value < least:
-                raise ConfigError(
-                    f"BlockSparseConfig.{name} must be at least {least} {unit}, got {value}; "
-                    f"the default is {BlockSparseConfig.default_options()[name]}"
-                )
         reasons = selection_reasons(self.selection)
         if self.index_head_dim % 4:
             reasons.append(

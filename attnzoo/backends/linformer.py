@@ -47,6 +47,11 @@ class LinformerConfig(BackendConfig):
     """
 
     ops: ClassVar[tuple[str, ...]] = ("linformer_attention", "linformer_block_attention")
+    smallest: ClassVar[Mapping[str, str]] = {
+        "num_rows": "1 row",
+        "max_length": "1 token",
+        "block": "1 token",
+    }
     largest: ClassVar[Mapping[str, int]] = {**BackendConfig.largest, "num_rows": 2**16}
     num_rows: int | None = None
     sharing: Literal["none", "headwise", "kv", "layerwise"] = "headwise"
@@ -57,13 +62,6 @@ class LinformerConfig(BackendConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, unit in (("num_rows", "row"), ("max_length", "token"), ("block", "token")):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(
-                    f"LinformerConfig.{name} must be at least 1 {unit}, got {value}; "
-                    "leave it out for the default"
-                )
         tokens = max(self.max_length or 0, self.block or 0)
         rows = self.num_rows or max(ROWS, (self.block or 0) // TOKENS_PER_ROW)
         if rows * tokens > MAX_WEIGHTS:

@@ -54,6 +54,10 @@ class LongformerConfig(BackendConfig):
 
     ops: ClassVar[tuple[str, ...]] = ("longformer_attention",)
 
+    smallest: ClassVar[Mapping[str, str]] = {
+        "num_global": "0 tokens",
+        "global_positions": "0 (the first token)",
+    }
     largest: ClassVar[Mapping[str, int]] = {**BackendConfig.largest, "num_global": 2**16}
     window: int | tuple[int, ...] = 128
     dilation: int | tuple[int, ...] = 1
@@ -74,16 +78,6 @@ class LongformerConfig(BackendConfig):
                 f"{name}.window times dilation must be at most {MAX_STATE}, got {reach}: the "
                 "state of a causal layer keeps the keys of so many tokens; give a smaller window "
                 "or dilation"
-            )
-        if self.num_global < 0:
-            raise ConfigError(
-                f"{name}.num_global must be 0 or more, got {self.num_global}; "
-                "it counts tokens from the first"
-            )
-        if self.global_positions and min(self.global_positions) < 0:
-            raise ConfigError(
-                f"{name}.global_positions must be 0 or more, got {list(self.global_positions)}; "
-                "positions count from the first token, whose position is 0"
             )
 
     @property

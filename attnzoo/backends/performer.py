@@ -20,7 +20,6 @@ from attnzoo.contract.config import BackendConfig, Geometry
 from attnzoo.contract.inputs import AttentionInputs
 from attnzoo.contract.padding import fill_padding
 from attnzoo.contract.states import AttentionOutput
-from attnzoo.errors import ConfigError
 from attnzoo.ops.features.random_features import (
     key_shift,
     measured_shift,
@@ -47,6 +46,7 @@ class PerformerConfig(RecurrentConfig):
         seed: Seed of the features, together with the layer's index.
     """
 
+    smallest: ClassVar[Mapping[str, str]] = {"num_features": "1 feature"}
     largest: ClassVar[Mapping[str, int]] = {**BackendConfig.largest, "num_features": 2**16}
     # Weights of large keys are tiny: at a squared length of 200 after scaling, about 1e-26
     eps: float = 1e-30
@@ -57,11 +57,6 @@ class PerformerConfig(RecurrentConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_eps(self, self.eps, type(self).eps)
-        if self.num_features < 1:
-            raise ConfigError(
-                f"PerformerConfig.num_features must be at least 1 feature, got "
-                f"{self.num_features}; leave it out to have {type(self).num_features}"
-            )
 
 
 @register("performer")

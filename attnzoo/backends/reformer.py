@@ -47,6 +47,13 @@ class ReformerConfig(BackendConfig):
     """
 
     ops: ClassVar[tuple[str, ...]] = ("lsh_attention",)
+    smallest: ClassVar[Mapping[str, str]] = {
+        "num_hashes": "1 round",
+        "chunk_size": "1 token",
+        "num_buckets": "1 bucket",
+        "window": "1 token",
+        "first_tokens": "0 tokens",
+    }
     largest: ClassVar[Mapping[str, int]] = {
         **BackendConfig.largest,
         "num_hashes": MAX_HASHES,
@@ -63,23 +70,6 @@ class ReformerConfig(BackendConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, unit in (
-            ("num_hashes", "round"),
-            ("chunk_size", "token"),
-            ("num_buckets", "bucket"),
-            ("window", "token"),
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(
-                    f"ReformerConfig.{name} must be at least 1 {unit}, got {value}; "
-                    f"the default is {ReformerConfig.default_options()[name]}"
-                )
-        if self.first_tokens < 0:
-            raise ConfigError(
-                f"ReformerConfig.first_tokens must be at least 0, got {self.first_tokens}; "
-                "it is the number of leading keys that every query attends to"
-            )
         if self.form == "shared_qk":
             self._check_shared_qk()
 

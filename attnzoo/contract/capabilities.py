@@ -66,12 +66,7 @@ class Capabilities:
 
 
 def check_declarations(cls: type) -> None:
-    """Raise ``ConfigError`` if a class sets capabilities or presets as attributes of its own."""
-    if hasattr(cls, "presets"):
-        raise ConfigError(
-            f"{cls.__qualname__} sets presets as a class attribute, which would be ignored; add "
-            "them to attnzoo.evaluation.presets.PRESETS under the backend's name"
-        )
+    """Raise ``ConfigError`` if a class sets capabilities as attributes of its own."""
     names = [field.name for field in fields(Capabilities) if hasattr(cls, field.name)]
     if names:
         given = ", ".join(f"{name}=..." for name in names)

@@ -60,6 +60,8 @@ class BackendConfig:
     Attributes:
         ops: The ops that compute the backend; ``impl`` accepts the names of their registered
             implementations. A backend without ops has one implementation, ``"reference"``.
+        smallest: The smallest value of an integer option and what it counts, ``"1 token"``; a class
+            has those of its bases too.
         largest: The largest value of an integer option, if it is not :data:`MAX_SIZE`; of a base
             class too.
         impl: The implementation. ``"auto"`` selects one; any other name runs that one or raises.
@@ -70,6 +72,7 @@ class BackendConfig:
     """
 
     ops: ClassVar[tuple[str, ...]] = ()
+    smallest: ClassVar[Mapping[str, str]] = {}
     largest: ClassVar[Mapping[str, int]] = {"seed": MAX_SEED}
     impl: str = "auto"
     attention_dropout: Literal["auto", "weights", "keys", "off"] = "auto"
@@ -87,7 +90,7 @@ class BackendConfig:
                     f"{type(self).__name__}.{field.name} must be {accepted}, "
                     f"got {short_repr(value)}"
                 )
-            self._check_sizes(field.name, value)
+            self._check_sizes(field.name, value, field.default)
         names = self.impl_names()
         if self.impl not in names:
             accepted = " or ".join(map(repr, names))
@@ -97,19 +100,29 @@ class BackendConfig:
                 f"{did_you_mean(self.impl, names)}"
             )
 
-    def _check_sizes(self, name: str, value: object) -> None:
-        """Raise ``ConfigError`` if an integer, or one in a list, is too large to compute with.
-
-        The class of each backend checks the smallest values.
-        """
-        classes = (vars(cls).get("largest", {}) for cls in type(self).__mro__)
-        largest = next((limits[name] for limits in classes if name in limits), MAX_SIZE)
+    def _check_sizes(self, name: str, value: object, default: object) -> None:
+        """Raise ``ConfigError`` if an integer, or one in a list, is too small or too large."""
+        smallest = self._limit("smallest", name, "")
+        largest = self._limit("largest", name, MAX_SIZE)
         for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(number, int) and abs(number) > largest:
+            if not isinstance(number, int):
+                continue
+            if abs(number) > largest:
                 raise ConfigError(
                     f"{type(self).__name__}.{name} must be at most {largest}, "
                     f"got {short_repr(number)}"
                 )
+            if smallest and number < int(smallest.split()[0]):
+                raise ConfigError(
+                    f"{type(self).__name__}.{name} must be at least {smallest}, got {number}; "
+                    f"the default is {default}"
+                )
+
+    @classmethod
+    def _limit(cls, table: str, name: str, default: Any) -> Any:
+        """Return the limit of an option that the first class with one has."""
+        tables = (vars(base).get(table, {}) for base in cls.__mro__)
+        return next((limits[name] for limits in tables if name in limits), default)
 
     @classmethod
     def impl_names(cls) -> tuple[str, ...]:

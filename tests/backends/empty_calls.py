@@ -163,7 +163,7 @@ def call_ops(causal: bool, batch: int, length: int) -> None:
 
 
 def main() -> None:
-    for (batch, length), causal in product([(0, 20), (0, 1), (2, 0), (0, 0)], [True, False]):
+    for (batch, length), causal in product([(0, 20), (2, 0), (0, 0)], [True, False]):
         print(f"ops {batch=} {length=} {causal=}", flush=True)
         call_ops(causal, batch, length)
         for name, options in CASES:

@@ -3,17 +3,14 @@
 import pytest
 import torch
 
-from attnzoo.backends.gates.base import GATES
 from tests.helpers import build, hidden_states, qkv
 
 CASES = [
-    *(("gated_linear", {"gate": gate}) for gate in GATES),
     ("gated_linear", {"gate": "mamba2", "window": 4}),
-    ("delta", {}),
-    ("delta", {"gate": "vector"}),
-    ("delta", {"gate": "none"}),
-    ("delta", {"window": 4}),
-    ("delta", {"short_convolution": 4, "output_gate": True}),
+    ("gated_linear", {"gate": "hgrn2"}),
+    ("gated_linear", {"gate": "rwkv6"}),
+    ("gated_linear", {"gate": "mlstm"}),
+    ("delta", {"gate": "vector", "window": 4, "short_convolution": 4, "output_gate": True}),
 ]
 
 

@@ -4,18 +4,15 @@ import math
 
 import pytest
 import torch
-from torch import nn
 
-import attnzoo
 from attnzoo.backends.feature_maps import base as feature_maps
 from attnzoo.backends.feature_maps.base import register_feature_map
-from attnzoo.backends.gates import base as gates
 from attnzoo.contract.config import Geometry
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import ConfigError, UnsupportedError
 from attnzoo.registry import build_backend
 from tests import helpers
-from tests.helpers import HKV, D, E, H, M, geometry, hidden_states, qkv
+from tests.helpers import HKV, D, E, H, geometry, hidden_states, qkv
 
 
 def inputs(length, dtype=torch.float64, batch=2):
@@ -137,109 +134,6 @@ def test_alibi_equals_the_bias_of_the_exponential_kernel():
     scores = (q + k.mT) - slopes * distance  # the kernel of one channel is exp(q + k)
     scores = scores.masked_fill(distance < 0, -torch.inf)
     torch.testing.assert_close(backend(q, k, v).out, scores.softmax(-1) @ v)
-
-
-@pytest.mark.parametrize("gate", GATES)
-def test_padding_changes_neither_output_nor_state(gate):
-    """Padding on the left, on the right and inside, filled with NaN."""
-    backend, (x, hidden) = build_gated(gate=gate), inputs(12)
-    padding_mask = torch.ones(2, 12, dtype=torch.bool)
-    padding_mask[0, [0, 1, 5, 6, 11]] = False
-    poisoned = [t.masked_fill(~padding_mask[:, None, :, None], torch.nan) for t in x]
-    ours = backend(
-        *poisoned,
-        hidden_states=hidden.masked_fill(~padding_mask[:, :, None], torch.nan),
-        mask=AttentionMask(causal=True, padding=padding_mask),
-        return_state=True,
-    )
-    for row in range(2):
-        separate = backend(
-            *(t[row : row + 1, :, padding_mask[row]] for t in x),
-            hidden_states=hidden[row : row + 1, padding_mask[row]],
-            return_state=True,
-        )
-        torch.testing.assert_close(ours.out[row : row + 1, :, padding_mask[row]], separate.out)
-        for mine, theirs in zip(ours.state, separate.state, strict=True):
-            torch.testing.assert_close(mine[row : row + 1], theirs)
-
-
-@pytest.mark.parametrize("gate", GATES)
-def test_packed_segments_do_not_see_each_other(gate):
-    backend, (x, hidden) = build_gated(gate=gate), inputs(14)
-    segments = torch.tensor([[0] * 5 + [1] * 9, [3] * 13 + [4]])
-    mask = AttentionMask(causal=True, segment_ids=segments)
-    ours = backend(*x, hidden_states=hidden, mask=mask).out
-    for row, cut in enumerate((5, 13)):
-        for part in slice(cut), slice(cut, 14):
-            separate = [t[row : row + 1, :, part] for t in x]
-            expected = backend(*separate, hidden_states=hidden[row : row + 1, part]).out
-            torch.testing.assert_close(ours[row : row + 1, :, part], expected)
-
-
-@pytest.mark.parametrize("cut", [1, 7, 16])
-@pytest.mark.parametrize("gate", GATES)
-def test_decoding_matches_one_pass(gate, cut):
-    backend, (x, hidden) = build_gated(gate=gate), inputs(20)
-    output = backend(*(t[:, :, :cut] for t in x), hidden_states=hidden[:, :cut], return_state=True)
-    outs = [output.out]
-    for t in range(cut, 20):
-        token, token_hidden = [y[:, :, t : t + 1] for y in x], hidden[:, t : t + 1]
-        output = backend(*token, hidden_states=token_hidden, state=output.state, return_state=True)
-        outs.append(output.out)
-    one = backend(*x, hidden_states=hidden, return_state=True)
-    torch.testing.assert_close(torch.cat(outs, 2), one.out)
-    for ours, theirs in zip(output.state, one.state, strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
-@pytest.mark.parametrize("gate", GATES)
-def test_gradients(gate):
-    backend, (x, hidden) = build_gated(gate=gate, strong=False), inputs(5, batch=1)
-    weights = list(backend.parameters())
-    padding_mask = torch.tensor([[True, True, False, True, True]])
-
-    def call(q, k, v, hidden, *_):
-        mask = AttentionMask(causal=True, padding=padding_mask)
-        return backend(q, k, v, hidden_states=hidden, mask=mask).out
-
-    given = [t.requires_grad_() for t in (*x, hidden)]
-    assert torch.autograd.gradcheck(call, (*given, *weights), fast_mode=True)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("gate", GATES)
-def test_16_bit_error_is_within_the_rounding_of_the_dtype(gate, dtype):
-    """Weights, gates and features are computed in float32."""
-    backend, (x, hidden) = build_gated(dtype, gate=gate), inputs(90, dtype, batch=1)
-    double = build_gated(gate=gate)
-    double.load_state_dict(backend.state_dict())
-    exact = dense(double, *(t.double() for t in x), hidden.double())
-    plain = dense(double.float(), *(t.float() for t in x), hidden.float()).to(dtype).double()
-    budget = 2 * (plain - exact).abs().max() + torch.finfo(dtype).eps * exact.abs().max()
-    worst = (backend(*x, hidden_states=hidden).out.double() - exact).abs().max()
-    assert worst <= budget, f"error {worst:.2e} exceeds {budget:.2e}"
-
-
-@pytest.mark.parametrize("gate", GATES)
-def test_bfloat16_gradients_with_values_around_one(gate):
-    backend, (x, hidden) = (
-        build_gated(torch.bfloat16, gate=gate, strong=False),
-        inputs(1024, batch=1),
-    )
-    x[2] = x[2] * 0.1 + 1
-    x, hidden = [t.bfloat16() for t in x], hidden.bfloat16()
-    target = torch.randn(1, H, 1024, E).bfloat16()
-    double = build_gated(gate=gate, strong=False)
-    double.load_state_dict(backend.state_dict())
-    grads = []
-    for layer, dtype in (backend, torch.bfloat16), (double, torch.float64):
-        given = [t.detach().to(dtype).requires_grad_() for t in (*x, hidden)]
-        (layer(*given[:3], hidden_states=given[3]).out * target.to(dtype)).sum().backward()
-        tensors = (*given[:3], *(given[3:] if gate in LEARNED else ()), *layer.parameters())
-        grads.append({i: t.grad.double() for i, t in enumerate(tensors)})
-    for i, exact in grads[1].items():
-        error = (grads[0][i] - exact).norm() / exact.norm().clamp(min=1e-12)
-        assert error < 5e-3, f"error {error:.1e} of gradient {i}"
 
 
 def test_autocast_does_not_change_the_output():
@@ -373,23 +267,6 @@ def test_equals_flash_linear_attention(gate, naive):
     assert_close_to_float32(out, theirs)
 
 
-def test_custom_gate(monkeypatch):
-    monkeypatch.setattr(gates, "GATES", dict(gates.GATES))
-
-    @attnzoo.register_gate("halving")
-    class Halving(gates.Gate):
-        def log_decay(self, k, hidden_states):
-            return k.new_full((k.shape[1],), math.log(0.5))
-
-    backend, (x, _) = build_gated(gate="halving", normalize=False), inputs(9)
-    q, k, v = phi("elu+1", x[0]), phi("elu+1", x[1]), x[2]
-    since = (torch.arange(9)[:, None] - torch.arange(9)).double()
-    matrix = q @ k.repeat_interleave(2, 1).mT * (0.5**since).tril()
-    torch.testing.assert_close(backend(*x).out, matrix @ v.repeat_interleave(2, 1))
-    with pytest.raises(ValueError, match="gate 'gla' belongs to"):
-        attnzoo.register_gate("gla")(Halving)
-
-
 def test_matrix_gate_returns_no_attention_weights():
     backend, (x, hidden) = build_gated(gate="matrix"), inputs(5)
     backend(*x, hidden_states=hidden)
@@ -444,83 +321,6 @@ def test_initial_memory_of_learned_gates():
         assert -1 / decay.unique().item() == pytest.approx(126.06, rel=5e-3)
 
 
-@pytest.mark.parametrize(
-    ("gate", "shapes"),
-    [
-        ("retnet", {}),
-        ("alibi", {}),
-        ("gated_retention", {"gate.weight": (HKV, M), "gate.bias": (HKV,)}),
-        ("gla", {"gate.down": (16, M), "gate.up": (HKV * D, 16), "gate.bias": (HKV, D)}),
-        (
-            "mamba2",
-            {"gate.weight": (HKV, M), "gate.bias": (HKV,), "gate.log_rate": (HKV,)},
-        ),
-        (
-            "hgrn2",
-            {
-                "gate.down": (16, M),
-                "gate.up": (HKV * D, 16),
-                "gate.bias": (HKV, D),
-                "gate.bound": (HKV, D),
-            },
-        ),
-        (
-            "rwkv6",
-            {
-                "gate.down": (16, M),
-                "gate.up": (HKV * D, 16),
-                "gate.bias": (HKV, D),
-                "gate.log_bonus": (HKV, D),
-            },
-        ),
-        (
-            "mlstm",
-            {
-                "gate.forget_weight": (HKV, M),
-                "gate.forget_bias": (HKV,),
-                "gate.input_weight": (HKV, M),
-            },
-        ),
-        (
-            "matrix",
-            {
-                "gate.down": (16, M),
-                "gate.up": (HKV * D * E, 16),
-                "gate.bias": (HKV, D, E),
-            },
-        ),
-    ],
-)
-def test_reset_initialises_a_backend_from_the_meta_device(gate, shapes):
-    with torch.device("meta"):
-        backend = build_backend("gated_linear", {"gate": gate}, geometry())
-    assert {name: tuple(x.shape) for name, x in backend.named_parameters()} == shapes
-    assert all(x.is_meta for x in backend.parameters())
-    backend.to_empty(device="cpu")
-    for x in backend.parameters():
-        nn.init.constant_(x, torch.nan)
-    backend.reset_parameters()
-    fresh = build_gated(torch.float32, gate=gate, strong=False)
-    for name, x in backend.named_parameters():
-        assert torch.equal(x, fresh.get_parameter(name))
-        if name == "gate.bias" and gate in ("gla", "gated_retention", "matrix"):
-            assert x.eq(2).all()
-
-
-def test_loaded_weights_survive_a_guarded_reset():
-    """Transformers marks loaded weights, and its guard makes torch's initialisers skip them."""
-    from transformers.initialization import guard_torch_init_functions
-
-    backend = build_gated()
-    before = {name: x.detach().clone() for name, x in backend.named_parameters()}
-    for x in backend.parameters():
-        x._is_hf_initialized = True
-    with guard_torch_init_functions():
-        backend.reset_parameters()
-    for name, x in backend.named_parameters():
-        assert torch.equal(x, before[name])
-
-
 @pytest.mark.parametrize("gate", LEARNED + OWN_RECURRENCE)
 def test_every_weight_has_a_gradient(gate):
     """From the second step on; in the first, the gate's projection is zero."""
@@ -537,13 +337,6 @@ def test_every_weight_has_a_gradient(gate):
         assert parameter.grad.count_nonzero() > 0, name
 
 
-def test_the_global_random_state_does_not_change():
-    x, hidden = inputs(5)
-    before = torch.random.get_rng_state()
-    build_gated(strong=False)(*x, hidden_states=hidden)
-    assert torch.equal(torch.random.get_rng_state(), before)
-
-
 # -- errors ----------------------------------------------------------------------------------------
 
 
@@ -558,16 +351,6 @@ def test_only_learned_gates_need_hidden_states(gate):
             backend(*x, hidden_states=torch.randn(2, 3, 5))
     else:
         backend(*x)
-
-
-@pytest.mark.parametrize("gate", GATES)
-def test_only_learned_gates_need_the_hidden_size(gate):
-    layer = geometry(hidden_size=None)
-    if gate in LEARNED:
-        with pytest.raises(UnsupportedError, match=r"layer\.attn.*hidden size is unknown"):
-            build_backend("gated_linear", {"gate": gate}, layer)
-    else:
-        build_backend("gated_linear", {"gate": gate}, layer)
 
 
 def test_only_causal_calls_and_layers_are_supported():

@@ -1,6 +1,5 @@
 """The longformer backend: options, state, projections, and swapped transformers models."""
 
-import json
 from functools import partial
 from itertools import pairwise
 
@@ -36,7 +35,11 @@ PROJECTED = {"window": 6, "global_positions": [0, 9], "global_projections": True
 
 CONFIGS = [
     ({"window": 20}, None),
-    ({"window": [6, 20, 6, 1], "dilation": [1, 1, 3, 2], "impl": "reference"}, [torch.float64]),
+    pytest.param(
+        {"window": [6, 20, 6, 1], "dilation": [1, 1, 3, 2], "impl": "reference"},
+        [torch.float64],
+        marks=pytest.mark.exhaustive,
+    ),
     pytest.param(
         {"window": 9, "dilation": 2, "num_global": 2},
         [torch.float64],
@@ -67,8 +70,11 @@ def test_it_conforms(options, dtypes):
         ({"window": 2.5}, r"LongformerConfig\.window must be int or a list of int, got 2\.5"),
         ({"window": True}, r"LongformerConfig\.window must be int"),
         ({"dilation": 0}, r"LongformerConfig\.dilation must be at least 1.*got 0"),
-        ({"num_global": -1}, r"LongformerConfig\.num_global must be 0 or more, got -1"),
-        ({"global_positions": [3, -4]}, r"global_positions must be 0 or more, got \[3, -4\]"),
+        ({"num_global": -1}, r"LongformerConfig\.num_global must be at least 0 tokens, got -1"),
+        (
+            {"global_positions": [3, -4]},
+            r"positions must be at least 0 .*, got -4",
+        ),
         ({"impl": "triton"}, "'varlen' or 'torch' or 'reference', got 'triton'"),
         ({"windows": 3}, "Did you mean 'window'"),
     ],
@@ -82,13 +88,6 @@ def test_options_are_checked(options, message):
 def test_a_list_has_one_number_for_each_head(name):
     with pytest.raises(ConfigError, match=rf"layer\.attn.*{name} is a list of 3.*has 4 heads"):
         build(**{name: [2, 3, 4]})
-
-
-def test_a_spec_survives_json():
-    spec = attnzoo.AttentionSpec("longformer", window=[3, 4], global_positions=[5, 2, 5])
-    again = attnzoo.AttentionSpec.from_dict(json.loads(json.dumps(spec.to_dict())))
-    assert again == spec
-    assert LongformerConfig(num_global=2, global_positions=(5, 1, 5)).positions == (0, 1, 5)
 
 
 def test_unsupported_calls_are_refused():

@@ -1,6 +1,5 @@
 """The reformer backend: options, hash draws, cached keys, and transformers models."""
 
-import json
 from dataclasses import replace
 from functools import partial
 
@@ -25,12 +24,15 @@ SMALL = {"chunk_size": 4, "num_hashes": 2, "window": 3, "first_tokens": 2}
 
 
 CONFIGS = [  # all but the first hash the short sequences of the suite
-    ({}, None),
+    pytest.param({}, None, marks=pytest.mark.exhaustive),
     ({"chunk_size": 7, "num_hashes": 2, "window": 3}, None),
-    ({"chunk_size": 7, "num_hashes": 2, "window": 3, "decoding": "hashed"}, [torch.float64]),
-    ({"chunk_size": 16, "num_hashes": 1, "window": 1, "first_tokens": 0}, [torch.float32]),
-    ({"chunk_size": 7, "num_hashes": 2, "window": 3, "impl": "reference"}, [torch.float64]),
-    ({"chunk_size": 7, "num_hashes": 2, "form": "shared_qk"}, None),
+    ({"chunk_size": 16, "num_hashes": 1, "window": 1, "decoding": "hashed"}, [torch.float64]),
+    pytest.param(
+        {"chunk_size": 7, "num_hashes": 2, "window": 3, "impl": "reference"},
+        [torch.float64],
+        marks=pytest.mark.exhaustive,
+    ),
+    ({"chunk_size": 7, "num_hashes": 2, "form": "shared_qk"}, [torch.float32]),
 ]
 
 
@@ -93,7 +95,7 @@ def test_a_single_new_token_attends_exactly_to_all_cached_keys(padded):
         ({"chunk_size": -1}, r"ReformerConfig\.chunk_size must be at least 1 token, got -1"),
         ({"num_buckets": 0}, r"ReformerConfig\.num_buckets must be at least 1 bucket, got 0"),
         ({"window": 0}, r"ReformerConfig\.window must be at least 1 token, got 0"),
-        ({"first_tokens": -1}, r"ReformerConfig\.first_tokens must be at least 0, got -1"),
+        ({"first_tokens": -1}, r"ReformerConfig\.first_tokens must be at least 0 tokens, got -1"),
         ({"window": 2.5}, r"ReformerConfig\.window must be int, got 2\.5"),
         ({"form": "shared"}, "must be 'asymmetric' or 'shared_qk', got 'shared'"),
         ({"form": "shared_qk", "num_buckets": 3}, "must be even with form='shared_qk'.*use 4"),
@@ -105,11 +107,6 @@ def test_a_single_new_token_attends_exactly_to_all_cached_keys(padded):
 def test_options_are_checked(options, message):
     with pytest.raises(ConfigError, match=message):
         attnzoo.AttentionSpec("reformer", **options)
-
-
-def test_a_spec_survives_json():
-    spec = attnzoo.AttentionSpec("reformer", num_hashes=2, form="shared_qk", num_buckets=6)
-    assert attnzoo.AttentionSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
 
 
 def test_shared_qk_is_refused_in_causal_layers():
@@ -204,8 +201,9 @@ def test_short_sequences_give_the_logits_of_the_model(llama):
     assert_close(swapped[mask.bool()], stock[mask.bool()], atol=1e-4, rtol=1e-4)
 
 
-def test_a_swapped_model_compiles_without_graph_breaks(llama):
+def test_a_swapped_model_compiles_without_graph_breaks():
     torch._dynamo.reset()
+    llama = tiny_llama(num_hidden_layers=1)
     attnzoo.swap(llama, "reformer", **SMALL)
     ids = torch.randint(1, 60, (2, 40))
     mask = torch.ones_like(ids)

@@ -35,11 +35,6 @@ def test_a_capability_outside_of_capabilities_is_refused(value):
     assert "old" not in BACKENDS
 
 
-def test_presets_are_refused():
-    with pytest.raises(ConfigError, match=r"Old sets presets .*evaluation\.presets\.PRESETS"):
-        type("Old", (AttentionBackend,), {"presets": {"long": ({},)}})
-
-
 def test_one_of_a_mixin_is_refused_too():
     with pytest.raises(ConfigError, match="Both sets recurrent as a class attribute"):
         type("Both", (type("Mixin", (), {"recurrent": True}), AttentionBackend), {})

@@ -175,8 +175,10 @@ def pairs():
     return [torch.stack([y, 2 * y]) for y in (q, k, v, x)]
 
 
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*((name, "packed and padded") for name in CASES), *(("linear", kind) for kind in MASKS)],
+)
 def test_vmap_over_rows_of_several_sequences(name, kind):
     layer, inputs = build(name), pairs()
 

@@ -63,8 +63,8 @@ class FeatureMap(nn.Module):
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
         super().__init__()
+        self.config = config
         self.geometry = geometry
-        self.given = {name: getattr(config, name, None) for name in self.options}
 
     @classmethod
     def option_reason(cls, name: str, value: int) -> str:
@@ -72,10 +72,8 @@ class FeatureMap(nn.Module):
         return ""
 
     def option(self, name: str) -> int:
-        """Return the value of an option, or the map's default."""
-        given = self.given[name]
-        value = self.options[name] if given is None else given
-        assert value is not None
+        """Return the value of an option; that of one left out is the map's default."""
+        value: int = getattr(self.config, name)
         return value
 
     @property

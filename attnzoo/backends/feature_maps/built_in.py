@@ -77,7 +77,7 @@ class CosineMap(SameMap):
     @property
     def length(self) -> int | None:
         """M, in tokens."""
-        return self.given["max_length"] or self.geometry.max_length
+        return self.option("max_length") or self.geometry.max_length
 
     @property
     def size(self) -> int:

@@ -31,24 +31,18 @@ from attnzoo.runtime.kernel_calls import widen
 DELTA_RATE = 1 / 512
 
 
-def retnet_log_decay(
-    heads: int, *, device: torch.device | None = None, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """Return the decays of RetNet, ``[Hkv]``; after 2^(5+h) tokens, 1/e of the state remains."""
-    head = torch.arange(heads, device=device, dtype=dtype)
-    return torch.log1p(-torch.exp2(-5 - head))
-
-
 @register_gate("retnet")
 class RetNetGate(Gate):
     r"""RetNet (arXiv:2307.08621): :math:`g = \log(1 - 2^{-5-h})`, one fixed decay per key head.
 
-    No parameters; computed in every call, so that nothing is loaded or rounded to 16 bits.
+    After 2^(5+h) tokens, 1/e of the state remains. No parameters; computed in every call, so that
+    nothing is loaded or rounded to 16 bits.
     """
 
     def log_decay(self, k: Tensor, hidden_states: Tensor | None) -> Tensor:
         """Return the decays of all tokens, ``[Hkv]``."""
-        return retnet_log_decay(k.shape[1], device=k.device, dtype=k.dtype)
+        head = torch.arange(k.shape[1], device=k.device, dtype=k.dtype)
+        return torch.log1p(-torch.exp2(-5 - head))
 
 
 def alibi_log_decay(
@@ -75,13 +69,6 @@ class AlibiGate(Gate):
         return alibi_log_decay(k.shape[1], device=k.device, dtype=k.dtype)
 
 
-def token_log_decay(hidden_states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Return the decays of gated retention, ``[B, Hkv, S]``, with w ``[Hkv, M]``, b ``[Hkv]``."""
-    x = widen(hidden_states)
-    logits = F.linear(x, weight.to(x.dtype), bias.to(x.dtype))
-    return F.logsigmoid(logits).transpose(1, 2) / TEMPERATURE
-
-
 @register_gate("gated_retention")
 class GatedRetentionGate(Gate):
     r"""Gated retention (arXiv:2405.05254): :math:`g = \log \sigma(x w + b) / 16`.
@@ -106,7 +93,9 @@ class GatedRetentionGate(Gate):
     def log_decay(self, k: Tensor, hidden_states: Tensor | None) -> Tensor:
         """Return one decay per token, ``[B, Hkv, S]``."""
         assert hidden_states is not None
-        return token_log_decay(hidden_states, self.weight, self.bias)
+        x = widen(hidden_states)
+        logits = F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
+        return F.logsigmoid(logits).transpose(1, 2) / TEMPERATURE
 
 
 class LowRankGate(Gate):
@@ -134,11 +123,6 @@ class LowRankGate(Gate):
         nn.init.constant_(self.bias, self.initial_bias)
 
 
-def channel_log_decay(hidden_states: Tensor, down: Tensor, up: Tensor, bias: Tensor) -> Tensor:
-    """Return the decays of GLA, ``[B, Hkv, S, D]``; see :func:`low_rank_projection`."""
-    return F.logsigmoid(low_rank_projection(hidden_states, down, up, bias)) / TEMPERATURE
-
-
 @register_gate("gla")
 class GLAGate(LowRankGate):
     r"""GLA (arXiv:2312.06635): :math:`g = \log \sigma(x W_1 W_2 + b) / 16`.
@@ -149,7 +133,8 @@ class GLAGate(LowRankGate):
     def log_decay(self, k: Tensor, hidden_states: Tensor | None) -> Tensor:
         """Return one decay per token and feature, ``[B, Hkv, S, F]``."""
         assert hidden_states is not None
-        return channel_log_decay(hidden_states, self.down, self.up, self.bias)
+        logits = low_rank_projection(hidden_states, self.down, self.up, self.bias)
+        return F.logsigmoid(logits) / TEMPERATURE
 
 
 @register_gate("scalar")
@@ -243,21 +228,6 @@ class Mamba2Gate(ScalarGate):
         return Decay(log_decay, step.unsqueeze(-1))
 
 
-def hgrn2_gate(
-    hidden_states: Tensor, down: Tensor, up: Tensor, bias: Tensor, bound: Tensor
-) -> tuple[Tensor, Tensor]:
-    r"""Return :math:`\log f` and :math:`1 - f` of HGRN-2's forget gate f, ``[B, Hkv, S, D]``.
-
-    In the paper, the bound rises from layer to layer.
-    """
-    logits = low_rank_projection(hidden_states, down, up, bias)
-    one_minus_bound = torch.sigmoid(-bound.to(logits.dtype)).unsqueeze(1)
-    # 1 - f as a product of sigmoids does not cancel where f is nearly 1. The clamp keeps the
-    # gradient of the logarithm finite.
-    key = (one_minus_bound * torch.sigmoid(-logits)).clamp(max=1 - torch.finfo(logits.dtype).eps)
-    return torch.log1p(-key), key
-
-
 @register_gate("hgrn2")
 class HGRN2Gate(LowRankGate):
     r"""HGRN-2 (arXiv:2404.07904): :math:`g = \log f`, and keys are multiplied by 1 - f.
@@ -286,4 +256,10 @@ class HGRN2Gate(LowRankGate):
     def forward(self, k: Tensor, hidden_states: Tensor | None) -> Decay:
         """Return log f, and 1 - f, which multiplies the keys, ``[B, Hkv, S, F]`` each."""
         assert hidden_states is not None
-        return Decay(*hgrn2_gate(hidden_states, self.down, self.up, self.bias, self.bound))
+        logits = low_rank_projection(hidden_states, self.down, self.up, self.bias)
+        one_minus_bound = torch.sigmoid(-self.bound.to(logits.dtype)).unsqueeze(1)
+        # 1 - f as a product of sigmoids does not cancel where f is nearly 1. The clamp keeps the
+        # gradient of the logarithm finite.
+        largest = 1 - torch.finfo(logits.dtype).eps
+        key = (one_minus_bound * torch.sigmoid(-logits)).clamp(max=largest)
+        return Decay(torch.log1p(-key), key)

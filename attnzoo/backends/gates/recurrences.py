@@ -59,12 +59,6 @@ class Recurrence(GateModule):
 MAX_LOG_RATE = 8.0
 
 
-def rwkv6_log_decay(hidden_states: Tensor, down: Tensor, up: Tensor, bias: Tensor) -> Tensor:
-    """Return the decays of RWKV-6, ``[B, Hkv, S, D]``; see :func:`low_rank_projection`."""
-    logits = low_rank_projection(hidden_states, down, up, bias, activation=torch.tanh)
-    return -logits.clamp(max=MAX_LOG_RATE).exp()
-
-
 @register_gate("rwkv6")
 class RWKV6(Recurrence):
     r"""RWKV-6 (arXiv:2404.05892): :math:`g = -\exp(\tanh(x W_1) W_2 + b)`, with a bonus u.
@@ -99,7 +93,10 @@ class RWKV6(Recurrence):
 
     def forward(self, hidden_states: Tensor) -> dict[str, Any]:
         """Return the log decays and the bonus."""
-        log_decay = rwkv6_log_decay(hidden_states, self.down, self.up, self.bias)
+        logits = low_rank_projection(
+            hidden_states, self.down, self.up, self.bias, activation=torch.tanh
+        )
+        log_decay = -logits.clamp(max=MAX_LOG_RATE).exp()
         return {"log_decay": log_decay, "bonus": widen(self.log_bonus).exp()}
 
 

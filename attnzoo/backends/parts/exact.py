@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +23,7 @@ from attnzoo.contract.inputs import AttentionInputs
 from attnzoo.contract.masks import AttentionMask, Window
 from attnzoo.contract.padding import gather_tokens, padding_first
 from attnzoo.contract.states import AttentionOutput, KVState
-from attnzoo.errors import ConfigError, UnsupportedError
+from attnzoo.errors import UnsupportedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,16 +38,12 @@ class ExactConfig(BackendConfig):
             positions.
     """
 
+    smallest: ClassVar[Mapping[str, str]] = {"window": "1 token"}
     window: int | None = None
     num_sinks: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.window is not None and self.window < 1:
-            raise ConfigError(
-                f"{type(self).__name__}.window must be at least 1 token, got {self.window}; "
-                "leave it out to see every key"
-            )
         check_num_sinks(self, self.num_sinks, self.window)
 
 

@@ -51,6 +51,7 @@ class RecurrentConfig(BackendConfig):
 
     ops: ClassVar[tuple[str, ...]] = ("linear_attention", "linear_step")
 
+    smallest: ClassVar[Mapping[str, str]] = {"window": "1 token", "chunk_size": "1 token"}
     largest: ClassVar[Mapping[str, int]] = {"window": MAX_STATE, "num_sinks": MAX_SINKS}
     window: int | None = None
     num_sinks: int = 0
@@ -63,11 +64,6 @@ class RecurrentConfig(BackendConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         name = type(self).__name__
-        if self.window is not None and self.window < 1:
-            raise ConfigError(
-                f"{name}.window must be at least 1 token, got {self.window}; 32 to 128 is usual, "
-                "and None disables the window"
-            )
         check_num_sinks(self, self.num_sinks, self.window)
         if self.far_weight <= 0:
             raise ConfigError(
@@ -79,11 +75,6 @@ class RecurrentConfig(BackendConfig):
             raise ConfigError(
                 f"{name}.far_weight needs a window, got far_weight={self.far_weight} with "
                 "window=None; set window, or leave far_weight out"
-            )
-        if self.chunk_size is not None and self.chunk_size < 1:
-            raise ConfigError(
-                f"{name}.chunk_size must be at least 1 token, got {self.chunk_size}; leave it out "
-                "to let the op choose"
             )
 
 

@@ -96,16 +96,22 @@ def test_output_equals_dense_attention(name, normalize, causal):
     torch.testing.assert_close(backend(q, k, v).out, expected)
 
 
-@pytest.mark.parametrize(
-    ("base", "decorator", "name"),
-    [("FeatureMap", "register_feature_map", "hedgehog"), ("Gate", "register_gate", "rwkv6")],
-)
-def test_builtin_names_cannot_be_registered_again(base, decorator, name, fresh_python):
+def test_builtin_names_cannot_be_registered_again(fresh_python):
     """In a new process, before a backend is imported."""
-    code = f"import attnzoo\nattnzoo.{decorator}({name!r})(type('Own', (attnzoo.{base},), {{}}))"
-    ran = fresh_python(code)
-    assert ran.returncode == 1
-    assert f"{name!r} belongs to attnzoo.backends." in ran.stderr
+    code = "import attnzoo\n"
+    for base, decorator, name in (
+        ("FeatureMap", "register_feature_map", "hedgehog"),
+        ("Gate", "register_gate", "rwkv6"),
+    ):
+        code += f"""
+try:
+    attnzoo.{decorator}({name!r})(type('Own', (attnzoo.{base},), {{}}))
+except ValueError as error:
+    print(error)
+"""
+    words = fresh_python(code).stdout
+    assert "'hedgehog' belongs to attnzoo.backends." in words
+    assert "'rwkv6' belongs to attnzoo.backends." in words
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 4}])
