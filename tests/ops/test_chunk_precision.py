@@ -195,7 +195,7 @@ def error(found, exact):
 @pytest.mark.parametrize(
     ("tokens", "dtype"),
     [
-        *((64, torch.float32), (64, torch.bfloat16), (2048, torch.float32)),
+        *((64, torch.bfloat16), (2048, torch.float32)),
         pytest.param(2048, torch.bfloat16, marks=pytest.mark.exhaustive),
     ],
 )

@@ -46,19 +46,21 @@ def with_gradients(inputs, **options):
     return [out.detach(), *torch.autograd.grad((out * weights).sum(), leaves)]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("impl", ["torch", CPP])
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("causal", "dtype"), [(True, torch.bfloat16), (False, torch.float16)], ids=str
+)
 @pytest.mark.parametrize("selection", SELECTIONS, ids=str)
-def test_16_bit_tensors_select_as_the_same_numbers_in_float64(selection, causal, impl, dtype):
+def test_16_bit_tensors_select_as_the_same_numbers_in_float64(selection, causal, dtype):
     """Another block changes an output by 2% and more; rounding by half of eps, below 0.4%."""
-    inputs = [x.to(dtype) for x in qkv(200)]
+    inputs = [x.to(dtype) for x in qkv(120)]
     options = {"mask": AttentionMask(causal=causal), "window": 8, "top_k": 3, "block_size": 4}
     options = {**options, **selection, "num_sinks": 1}
-    found = block_sparse_attention(*inputs, impl=impl, **options).out.double()
     exact = block_sparse_attention(*(x.double() for x in inputs), impl="reference", **options).out
-    row_error = (found - exact).norm(dim=-1) / exact.norm(dim=-1)
-    assert row_error.max() < torch.finfo(dtype).eps
+    for impl in ("torch",) if NO_KERNEL else ("torch", "cpp"):
+        found = block_sparse_attention(*inputs, impl=impl, **options).out
+        assert found.dtype is dtype
+        row_error = (found.double() - exact).norm(dim=-1) / exact.norm(dim=-1)
+        assert row_error.max() < torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("impl", ["torch", CPP])
@@ -291,17 +293,6 @@ def test_fewer_queries_than_keys():
         q[:, :, 20:24], k, v, mask=AttentionMask(causal=True, q_offset=20), **options
     ).out
     assert_close(part, whole[:, :, 20:24])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bits(dtype):
-    inputs = [x.to(dtype) for x in qkv(60)]
-    options = {"mask": AttentionMask(causal=True), **SIZES[0]}
-    exact = block_sparse_attention(*(x.double() for x in inputs), **options).out
-    ours = block_sparse_attention(*inputs, **options).out
-    assert ours.dtype is dtype
-    error, rounding = (ours - exact).abs().max(), (exact.to(dtype) - exact).abs().max()
-    assert error <= 2 * rounding
 
 
 def test_queries_of_16_bits_are_averaged_in_float32():

@@ -69,18 +69,21 @@ def test_equals_the_recurrence(shape, decay):
     assert_close(ours[1], exact[1], atol=1e-10, rtol=1e-10)
 
 
-LENGTHS = [0, 1, 15, 16, 17, 0, 2, 127, 128, 129, 0, 0, 300, 5]  # around chunks and spans
+LENGTHS = [0, 1, 16, 17, 0, 2, 128, 129, 0, 0, 260, 5]  # around chunks and spans
 
 
-@pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("sizes", [(20, 40), (16, 144)], ids=str)  # 144: panels of two widths
+@pytest.mark.parametrize(  # 144: panels of two widths
+    ("decay", "sizes"),
+    [("none", (16, 144)), ("head", (20, 40)), ("token", (20, 40)), ("channel", (16, 144))],
+    ids=str,
+)
 def test_sequences_equal_each_alone(sizes, decay):
     """The oracle is the recurrence in float64. The kernel has equal bits for each alone."""
     sequences = make_sequences(LENGTHS)
     *inputs, _ = make((1, 2, 1, row_length(sequences), *sizes), decay)
     inputs = [nan_outside(x, sequences) for x in inputs]
     states = torch.randn(len(LENGTHS), 1, *sizes, dtype=torch.float64)
-    for kv in (states, None):
+    for kv in (states, None) if decay == "token" else (states,):
         leaves = [None if x is None else x.detach().requires_grad_() for x in (*inputs, kv)]
         given, results = [x for x in leaves if x is not None], []
         for impl in ("cpp", "reference"):
@@ -129,20 +132,6 @@ def test_any_chunk_size(chunk_size):
     inputs = make((1, 2, 1, 35, 16, 16), "channel")
     ours = run(*inputs, chunk_size=chunk_size)
     assert_close(ours, run(*inputs, impl="reference"), atol=1e-12, rtol=1e-12)
-
-
-@pytest.mark.parametrize("decay", DECAYS)
-def test_gradcheck(decay):
-    sequences = make_sequences([1, 0, 17, 2])
-    *inputs, _ = make((1, 4, 2, row_length(sequences), 5, 3), decay)
-    inputs = [x for x in (*inputs, torch.randn(4, 2, 5, 3, dtype=torch.float64)) if x is not None]
-
-    def call(*given):
-        *inputs, kv = given
-        inputs = [*inputs, None] if decay == "none" else inputs
-        return run(*inputs, kv, sequences=sequences)
-
-    assert torch.autograd.gradcheck(call, [x.requires_grad_() for x in inputs], fast_mode=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -217,7 +206,7 @@ def test_results_do_not_depend_on_the_number_of_threads(decay, value_size, heads
     d_results = [torch.randn_like(x) for x in run(*inputs)]
     num_threads, found = torch.get_num_threads(), []
     try:
-        for threads in (1, 2, 3, 8, 16):
+        for threads in (1, 3, 16):
             torch.set_num_threads(threads)
             results, grads = gradients(inputs, d_results)
             found.append((*results, *grads, *run(*inputs)))
@@ -282,14 +271,6 @@ def test_auto_selects_cpp_for_supported_calls():
 def test_unsupported_calls_are_refused_with_the_reason():
     with pytest.raises(UnsupportedError, match="chunk_size is 32"):
         run(*make((1, 2, 1, 20, 16, 16)), chunk_size=32)
-
-
-def test_second_derivatives_are_refused():
-    inputs = [x.requires_grad_() for x in make((1, 1, 1, 9, 16, 16)) if x is not None]
-    out = run(*inputs[:4], None, None)[0]
-    (dq,) = torch.autograd.grad(out.square().sum(), inputs[0], create_graph=True)
-    with pytest.raises(UnsupportedError, match="first derivatives only"):
-        dq.sum().backward()
 
 
 def test_compiles_without_a_graph_break():

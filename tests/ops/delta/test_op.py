@@ -101,22 +101,6 @@ def test_any_chunk_size(decay, chunk_size):
     torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("decay", DECAYS)
-def test_gradcheck(decay):
-    sequences = make_sequences([2, 0, 3])
-    inputs = make(row_length(sequences), decay, groups=2, grad=True, b=1)
-    state = make_state(grad=True, b=3)
-    given = [*(x for x in inputs if x is not None), *state]
-
-    def call(*given):
-        *inputs, kv = given
-        inputs = [*inputs, None] if decay == "none" else inputs
-        options = {"sequences": sequences, "chunk_size": 2, "scale": 0.7, "normalize_qk": True}
-        return run(*inputs, state=DeltaState(kv), **options)
-
-    assert torch.autograd.gradcheck(call, given, fast_mode=True)
-
-
 @pytest.fixture(scope="module")
 def qwen3_next():
     """Return transformers' module without flash-linear-attention, which needs a GPU."""
@@ -155,24 +139,22 @@ def test_equals_flash_linear_attention(naive):
 LENGTHS = [0, 1, 7, 8, 0, 9, 21, 0]  # around one chunk of 8
 
 
-@pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalized"])
 @pytest.mark.parametrize(("form", "impl"), [*FORMS_AND_IMPLS, ("chunk", "cpp")])
 @pytest.mark.parametrize("decay", DECAYS)
-def test_sequences_equal_each_alone(form, impl, decay, normalize):
+def test_sequences_equal_each_alone(form, impl, decay):
     """Outputs, states and gradients; other tokens are NaN, and their results zeros."""
     sequences = make_sequences(LENGTHS)
     tokens, count = row_length(sequences), len(LENGTHS)
     inputs = [nan_outside(x, sequences) for x in make(tokens, decay, groups=2, b=1)]
     inputs = [x if x is None else x.requires_grad_() for x in inputs]
-    options = {"form": form, "impl": impl, "chunk_size": 8, "normalize_qk": normalize}
+    options = {"form": form, "impl": impl, "chunk_size": 8, "normalize_qk": True}
     for state in (make_state(b=count, grad=True), None):
         leaves = [*inputs, *(state or ())]
         ours = run(*inputs, state=state, sequences=sequences, **options)
 
         def alone(*given):
             *given, kv = given
-            if normalize:
-                given[:2] = (x * (x.square().sum(-1, True) + 1e-6).rsqrt() for x in given[:2])
+            given[:2] = (x * (x.square().sum(-1, True) + 1e-6).rsqrt() for x in given[:2])
             return formula(*given, None if kv is None else DeltaState(kv))
 
         exact = each_alone(alone, inputs, None if state is None else state.kv, sequences)

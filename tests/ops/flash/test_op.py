@@ -144,8 +144,8 @@ def test_compiled_attention_to_all_keys(heads, mask, queries, keys):
     compare(*qkv(queries, keys, heads=heads), AttentionMask(**fields, q_offset=offset), "cpp")
 
 
-@pytest.mark.parametrize("length", [129, 130, 192, 193, 300])  # blocks of 64 and more
-@pytest.mark.parametrize("window", [(0, 0), (5, 0), (31, 31), (64, 3), (100, 0)], ids=str)
+@pytest.mark.parametrize("length", [129, 192, 300])  # blocks of 64 and more
+@pytest.mark.parametrize("window", [(0, 0), (31, 31), (100, 3)], ids=str)
 @pytest.mark.parametrize("limit", ["", "padding", "segments"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("impl", ["sdpa", "cpp"])

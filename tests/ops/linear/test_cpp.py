@@ -84,12 +84,11 @@ SHAPES = [  # batch, heads, key heads, tokens, D, E: chunks are of 32, vectors o
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("decay", ["none", "head", "token", "channel"])
-@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_equals_the_dense_form(shape, normalize, threads, decay, packed):
+def test_equals_the_dense_form(shape, normalize, decay, packed):
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(threads)  # three threads divide the six heads of one key head
+    torch.set_num_threads(3)  # three threads divide the six heads of one key head
     try:
         sequences = make_sequences(shape[3]) if packed else None
         q, k, v, state = make(*((1, *shape[1:]) if packed else shape), states=sequences)
@@ -206,7 +205,7 @@ def test_gradients_do_not_depend_on_frozen_inputs(normalize, decay):
 @pytest.mark.parametrize("decay", ["none", "head", "token", "channel"])
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize(
-    "shape", [(2, 4, 2, 33, 16, 32), (1, 6, 2, 70, 20, 65), (1, 2, 1, 1100, 5, 3)], ids=str
+    "shape", [(2, 4, 2, 33, 16, 32), (1, 6, 2, 70, 20, 65), (1, 2, 1, 580, 5, 3)], ids=str
 )
 def test_gradients_equal_those_of_the_dense_form(shape, normalize, decay, packed):
     run, leaves = make_call(shape, decay, packed, normalize=normalize)
@@ -228,7 +227,7 @@ def test_results_do_not_depend_on_the_number_of_threads(shape, normalize, decay)
     run, leaves = make_call(shape, decay, True, normalize=normalize)
     d_results, found, num_threads = None, [], torch.get_num_threads()
     try:
-        for threads in (1, 2, 3, 7):
+        for threads in (1, 3, 7):
             torch.set_num_threads(threads)
             results = run(*leaves, impl="cpp")
             d_results = d_results or make_gradients(results, True)
@@ -237,15 +236,6 @@ def test_results_do_not_depend_on_the_number_of_threads(shape, normalize, decay)
         torch.set_num_threads(num_threads)
     for other in found[1:]:
         assert all(map(torch.equal, other, found[0]))
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("decay", ["none", "head", "token", "channel"])
-def test_gradcheck(decay, packed):
-    run, leaves = make_call((1, 4, 2, 19, 5, 3), decay, packed, normalize=True, impl="cpp")
-    if packed:  # differences of NaN are no numbers
-        leaves = [x.detach().nan_to_num(nan=-1).requires_grad_() for x in leaves]
-    assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
 
 
 @pytest.mark.parametrize("decay", ["none", "token", "channel"])
@@ -443,11 +433,10 @@ def test_compiles_without_a_graph_break(packed):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_operators_pass_opcheck(dtype, packed):
+def test_operators_pass_opcheck(packed):
     sequences = make_sequences(40) if packed else None
     table = (None, None) if sequences is None else (sequences.starts, sequences.lengths)
-    q, k, v, state = make(1, 2, 1, 40, 16, 32, dtype, states=sequences)
+    q, k, v, state = make(1, 2, 1, 40, 16, 32, torch.float32, states=sequences)
     leaves = [x.clone().requires_grad_() for x in (q, k, v, *state)]
     options, maps = (40, 0.5, True, 1e-6, 64, "identity", 1.0), (None,) * 4
     for keep in (False, True):  # if False, there is no backward pass
@@ -456,15 +445,15 @@ def test_operators_pass_opcheck(dtype, packed):
             for before in (given[3:], (None, None)):
                 more = (*options[:2], normalize, *options[3:], not normalize, keep, keep)
                 args = (*given[:3], None, *before, *maps, *table, *more)
-                trace = keep and before[0] is not None and dtype is torch.float32
+                trace = keep and before[0] is not None
                 check_operator(linear_cpp, args, trace=trace)
     args = (*leaves[:3], None, *leaves[3:], *maps, *table, *options)
     out, *_, inverse, kept = (x.detach() for x in linear_cpp(*args, False, True, True))
     assert inverse.shape == (1, 2, 40)
     assert kept.shape == (1, 1, 0, 16 * 33)  # of spans after the first
     given = [x.detach() for x in leaves]
-    gate = -torch.rand(1, 1, 40, dtype=dtype)
-    d_out, d_totals = torch.randn(1, 2, 40, 32).to(dtype), torch.randn(1, 2, 40).to(dtype)
+    gate = -torch.rand(1, 1, 40)
+    d_out, d_totals = torch.randn(1, 2, 40, 32), torch.randn(1, 2, 40)
     inputs = (*given[:3], gate, *given[3:], *maps, *table, *options, False, True, True)
     args = (d_out, None, None, d_totals, None, kept, out, inverse, *inputs)
     for needed in (range(6), [3], [1, 5], []):

@@ -8,7 +8,6 @@ import torch
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import LinearState
-from attnzoo.errors import UnsupportedError
 from attnzoo.ops.linear.api import linear_attention
 from attnzoo.ops.linear.cpu.linear import LINEAR
 from attnzoo.runtime import cpp
@@ -94,7 +93,7 @@ def run(q, k, v, log_decay, causal=True, segment_ids=None, form="chunk", **optio
 
 @pytest.mark.parametrize(("form", "impl"), FORMS_AND_IMPLS)
 @pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 31])  # around one chunk of 8
+@pytest.mark.parametrize("length", [1, 8, 9, 31])  # around one chunk of 8
 def test_equals_formula(form, impl, decay, length):
     for groups, normalize, with_state in product((1, 3), (False, True), (False, True)):
         state = make_state() if with_state else None
@@ -138,7 +137,7 @@ def test_bidirectional_equals_formula(form, impl, queries):
         torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 3, 12, 16, 64, None])
+@pytest.mark.parametrize("chunk_size", [1, 12, 64, None])
 @pytest.mark.parametrize("decay", DECAYS)
 def test_any_chunk_size(decay, chunk_size):
     inputs = make(70, decay, grad=True)
@@ -149,53 +148,39 @@ def test_any_chunk_size(decay, chunk_size):
     torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("normalize", [False, True])
-def test_gradcheck(decay, normalize):
-    inputs, state = make(5, decay, groups=2, grad=True), make_state(grad=True)
-    ids = torch.tensor([[0, 0, 1, 1, 1], [0] * 5])
-    given = [*(x for x in inputs if x is not None), *state]
-
-    def call(*given):
-        *inputs, kv, z = given
-        inputs = [*inputs, None] if decay == "none" else inputs
-        options = {"normalize": normalize, "segment_ids": ids, "chunk_size": 2, "scale": 0.7}
-        return run(*inputs, state=LinearState(kv, z), **options)
-
-    assert torch.autograd.gradcheck(call, given, fast_mode=True)
-
-
 # -- precision -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("decay", DECAYS)
 def test_low_precision_stays_within_budget(decay, dtype):
     eps = torch.finfo(dtype).eps
-    for normalize, groups, (form, impl) in product((False, True), (1, 3), FORMS_AND_IMPLS):
-        inputs = make(40, decay, groups, dtype, grad=True)
-        if (form, impl) not in TRAINED:
-            continue
+    for normalize in (False, True):
+        inputs = make(40, decay, 3, dtype, grad=True)
         wide = [x if x is None else x.detach().double().requires_grad_() for x in inputs]
         exact = formula(*wide, normalize)
         plain = run(*inputs, normalize=normalize, form="parallel", impl="reference")
-        ours = run(*inputs, normalize=normalize, form=form, impl=impl, chunk_size=16)
-        assert ours[0].dtype == dtype
-        assert ours[1].dtype == ours[2].dtype == torch.float32
-        for triple in zip(ours, plain, exact, strict=True):
-            assert_within(*triple, eps)
-        exact, plain, ours = (
-            gradients(x, y) for x, y in ((exact, wide), (plain, inputs), (ours, inputs))
-        )
-        for triple in zip(ours, plain, exact, strict=True):
-            assert_within(*triple, eps)
+        gradients_of = gradients(exact, wide), gradients(plain, inputs)
+        for form, impl in TRAINED:
+            ours = run(*inputs, normalize=normalize, form=form, impl=impl, chunk_size=16)
+            assert ours[0].dtype == dtype
+            assert ours[1].dtype == ours[2].dtype == torch.float32
+            for triple in zip(ours, plain, exact, strict=True):
+                assert_within(*triple, eps)
+            exact_gradients, plain_gradients = gradients_of
+            for triple in zip(
+                gradients(ours, inputs), plain_gradients, exact_gradients, strict=True
+            ):
+                assert_within(*triple, eps)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("decay", ["none", "token"])
+@pytest.mark.parametrize(
+    ("decay", "dtype"),
+    [("none", torch.bfloat16), ("token", torch.bfloat16), ("token", torch.float32)],
+)
 def test_long_normalised_gradients_if_values_have_a_mean(dtype, decay):
     """Gradients of numerator and denominator nearly cancel; other libraries err by 26% in dq."""
-    inputs = make(8192, decay, dtype=dtype, strength=1e-4, d=16, e=16)
+    inputs = make(4096, decay, dtype=dtype, strength=1e-4, d=16, e=16)
     with torch.no_grad():
         inputs[2] += 1
     eps = torch.finfo(dtype).eps
@@ -214,7 +199,7 @@ def test_long_normalised_gradients_if_values_have_a_mean(dtype, decay):
         assert error < max(eps, 1e-4), f"relative error {error:.1e}"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_long_bidirectional_gradients_if_values_have_a_mean(dtype):
     inputs = make(8192, dtype=dtype, d=16, e=16)[:3]
     inputs[2] += 1
@@ -231,7 +216,7 @@ def test_long_bidirectional_gradients_if_values_have_a_mean(dtype):
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("decay", ["head", "token", "channel"])
-@pytest.mark.parametrize("gates", [(20.0,), (1e4,), (0.0, 0.01, 3.0, 20.0, 1e4)], ids=str)
+@pytest.mark.parametrize("gates", [(1e4,), (0.0, 0.01, 3.0, 20.0, 1e4)], ids=str)
 def test_strong_gates_neither_overflow_nor_lose_their_gradient(form, impl, decay, gates):
     # no input is negative, so that sums do not cancel and every gradient can be compared
     inputs = [x.abs() if x is not None else x for x in make(37, decay, dtype=torch.float32)]
@@ -306,23 +291,9 @@ def test_packed_sequences_equal_separate_ones(form, impl, decay):
     torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("decay", DECAYS)
-def test_other_segments_do_not_change_the_output(form, decay):
-    ids = torch.tensor([[0] * 10 + [1] * 15 + [2] * 8]).expand(B, -1)
-    inputs = make(33, decay, dtype=torch.float32)
-    options = {"form": form, "chunk_size": 8, "segment_ids": ids, "normalize": True}
-    before, *_ = run(*inputs, state=make_state(torch.float32), **options)
-    for x in inputs[:3]:
-        x[:, :, :10] *= 6
-        x[:, :, 25:] *= 6
-    after, *_ = run(*inputs, state=make_state(torch.float32), **options)
-    assert torch.equal(before[:, :, 10:25], after[:, :, 10:25])
-
-
 @pytest.mark.parametrize(("form", "impl"), FORMS_AND_IMPLS)
 @pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("cut", [0, 1, 8, 11, 19])
+@pytest.mark.parametrize("cut", [0, 8, 11])
 def test_prefill_and_decode_equal_one_pass(form, impl, decay, cut):
     q, k, v, log_decay = make(20, decay, groups=2)
     one_pass = run(q, k, v, log_decay, normalize=True)
@@ -423,13 +394,6 @@ def test_autocast_does_not_change_results(form, impl, causal):
     assert all(map(torch.equal, ours, plain))
 
 
-def test_second_derivatives_are_refused():
-    q, k, v, _ = make(9, grad=True)
-    (first,) = torch.autograd.grad(run(q, k, v, None)[0].sum(), q, create_graph=True)
-    with pytest.raises(UnsupportedError, match="first derivatives only"):
-        torch.autograd.grad(first.sum(), k)
-
-
 def test_features_can_have_a_wider_dtype_than_values():
     q, k, v, _ = make(20, dtype=torch.float32)
     out, kv, _ = run(q, k, v.bfloat16(), None)
@@ -520,7 +484,7 @@ def test_compiles_to_one_graph_without_unrolling(decay):
     ("form", "impl"), [("chunk", "auto"), ("chunk", "torch"), ("steps", "auto")]
 )
 def test_compiled_gradients_equal_eager_ones(form, impl):
-    inputs = make(20 if form == "chunk" else 1, "token", dtype=torch.float32, grad=True)
+    inputs = make(12 if form == "chunk" else 1, "token", dtype=torch.float32, grad=True)
     state = make_state(torch.float32, grad=True)
 
     def call(*given):
@@ -560,22 +524,6 @@ def test_the_output_names_its_implementation(form):
         assert choice.impl == impl or (impl == "auto" and choice.impl in (*IMPLS, "cpp"))
         words = "one token; " if form == "steps" and impl != "reference" else "chunk form; "
         assert choice.reason.startswith(words)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("feature_map", ["identity", "elu+1", "relu", "exp"])
-def test_padding_does_not_change_the_output(feature_map, impl):
-    q, k, v, _ = make(9)
-    padding = torch.rand(B, 9) > 0.4
-    options = {"impl": impl, "feature_map": feature_map, "feature_scale": 0.5, "normalize": True}
-    mask = AttentionMask(causal=True, padding=padding)
-    ours = by_sequence(linear_attention)(q, k, v, mask=mask, **options)
-    changed = torch.where(padding[:, None, :, None], k, 7.0)
-    other = by_sequence(linear_attention)(q, changed, v, mask=mask, **options)
-    assert torch.equal(ours.out, other.out)
-    unpadded = [x[:1, :, padding[0]] for x in (q, k, v)]
-    exact = linear_attention(*unpadded, **options).out
-    torch.testing.assert_close(ours.out[:1, :, padding[0]], exact, rtol=1e-11, atol=1e-11)
 
 
 # -- bad input -------------------------------------------------------------------------------------

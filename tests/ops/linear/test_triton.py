@@ -65,7 +65,7 @@ class KernelCase:
     chunk_size: int = 16
 
 
-MIXED = (5, 0, 1, 33, 16, 70, 17)  # up to one chunk, split, and several of them
+MIXED = (5, 0, 1, 33, 16, 49)  # up to one chunk, split, and several of them
 
 
 def sequences_of(case):
@@ -224,7 +224,7 @@ CASES = (
     KernelCase(d=100, e=60, length=17, decay="channel"),
     KernelCase(d=16, e=256, length=17),
     KernelCase(d=256, e=16, length=17, decay="token"),
-    *(KernelCase(length=length, decay="token") for length in (1, 15, 16, 17)),
+    *(KernelCase(length=length, decay="token") for length in (1, 16, 17)),
     *(
         KernelCase(
             decay=decay,
@@ -282,8 +282,9 @@ def test_float16_stays_finite(decay):
         assert error < 2e-3, f"{name}: {error:.1e}"  # NaN fails, too
 
 
-@pytest.mark.parametrize("decay", ["head", "token", "channel"])
-@pytest.mark.parametrize("gate", [-float("inf"), -30.0])
+@pytest.mark.parametrize(
+    ("decay", "gate"), [("head", -30.0), ("token", -float("inf")), ("channel", -float("inf"))]
+)
 def test_strong_gates_neither_overflow_nor_cancel(decay, gate):
     # With decay 0 at every token, the normalised output has no gradients
     case = KernelCase(decay=decay, normalize=decay != "head", length=21)
@@ -306,11 +307,11 @@ def test_strong_gates_neither_overflow_nor_cancel(decay, gate):
 @pytest.mark.parametrize(
     "strong_gates",
     [
-        ((0, 1),),
+        pytest.param(((0, 1),), marks=pytest.mark.exhaustive),
         ((31, 32), (33, 34)),  # the last of a chunk, and the second of the next
-        ((32, 33), (79, 80)),
+        pytest.param(((32, 33), (79, 80)), marks=pytest.mark.exhaustive),
         ((64, 66), (90, 95)),  # the first of a split
-        ((40, 62),),
+        pytest.param(((40, 62),), marks=pytest.mark.exhaustive),
         ((10, 11), (12, 13), (14, 15), (95, 96)),
     ],
     ids=str,
@@ -525,7 +526,7 @@ def test_splits_fill_the_gpu(programs, tokens, splits):
     assert max(1, -(-tokens // size)) == splits
 
 
-@pytest.mark.parametrize("has_state", [True, False])
+@pytest.mark.parametrize("has_state", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_operators_pass_opcheck(has_state):
     case = KernelCase(decay="token", lengths=(7, 0, 11), is_dense=True, has_state=has_state)
     tensors, sequences = make(case)

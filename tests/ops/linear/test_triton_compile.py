@@ -24,6 +24,7 @@ def models():
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_swapped_llama_compiles_with_fullgraph_and_matches_torch_gradients(models):
     triton, expected = models
     tokens = torch.randint(32, (1, 20), device=kernel_device())

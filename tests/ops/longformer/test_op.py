@@ -296,14 +296,6 @@ def test_gradcheck(impl):
     assert torch.autograd.gradcheck(function, x, fast_mode=True)
 
 
-def test_a_second_derivative_is_refused():
-    x = [t.requires_grad_() for t in qkv(T)]
-    out = run(*x, window=3, impl="cpp")
-    (grad,) = torch.autograd.grad(out.square().sum(), x[0], create_graph=True)
-    with pytest.raises(UnsupportedError, match="first derivatives only"):
-        grad.sum().backward()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("length", [63, 64, 65, 200])  # around one block
 @pytest.mark.parametrize("impl", ["torch", "cpp"])

@@ -106,10 +106,9 @@ def reference_counts(q, k, options):
     )
 
 
-@pytest.mark.parametrize("impl", ["torch", CPP, "reference"])
 @pytest.mark.parametrize("buckets", [None, 5])
 @pytest.mark.parametrize("causal", [True, False])
-def test_queries_attend_to_the_keys_of_the_definition(causal, buckets, impl):
+def test_queries_attend_to_the_keys_of_the_definition(causal, buckets):
     q, k, v = qkv(61, batch=1)
     expected = torch.zeros(1, 4, 61, 61, dtype=torch.long)
     for head in range(4):
@@ -118,26 +117,26 @@ def test_queries_attend_to_the_keys_of_the_definition(causal, buckets, impl):
                 q[0, head, t], k[0, head // 2], t, **SMALL, causal=causal, buckets=buckets
             )
             expected[0, head, t, list(keys)] = 1
-    out = lsh(q, k, v, **SMALL, causal=causal, num_buckets=buckets, impl=impl)
     # Each key counts once, even if several rounds contain it
     dense = softmax_attention(q, k, v, mask=expected > 0).out
-    assert_close(out, dense, atol=1e-12, rtol=1e-12)
-    if impl == "reference":
-        options = LSHOptions(False, causal, 3, 4, buckets or 0, 3, 2)
-        assert torch.equal(reference_counts(q, k, options), expected)
+    for impl in ("torch", "reference", *([] if NO_KERNEL else ["cpp"])):
+        out = lsh(q, k, v, **SMALL, causal=causal, num_buckets=buckets, impl=impl)
+        assert_close(out, dense, atol=1e-12, rtol=1e-12)
+    options = LSHOptions(False, causal, 3, 4, buckets or 0, 3, 2)
+    assert torch.equal(reference_counts(q, k, options), expected)
 
 
-@pytest.mark.parametrize("impl", ["torch", CPP])
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("length", "first"), [(9, 5), (12, 5), (60, 5), (400, 200)])
-def test_many_first_tokens(length, first, causal, impl):
+@pytest.mark.parametrize(("length", "first"), [(9, 5), (60, 5), (250, 130)])
+def test_many_first_tokens(length, first, causal):
     q, k, v = qkv(length, batch=1, heads=(1, 1))
     options = {"num_hashes": 1, "chunk_size": 1, "window": 1, "first_tokens": first}
     seen = torch.zeros(1, 1, length, length, dtype=torch.bool)
     for t in range(length):
         seen[0, 0, t, list(attended_keys(q[0, 0, t], k[0, 0], t, **options, causal=causal))] = True
-    found = lsh(q, k, v, **options, causal=causal, impl=impl)
-    assert_close(found, softmax_attention(q, k, v, mask=seen).out)
+    for impl in ("torch",) if NO_KERNEL else ("torch", "cpp"):
+        found = lsh(q, k, v, **options, causal=causal, impl=impl)
+        assert_close(found, softmax_attention(q, k, v, mask=seen).out)
 
 
 @pytest.mark.parametrize("impl", ["torch", CPP])
@@ -279,12 +278,11 @@ def test_gradients(form, impl, causal):
 
 
 @pytest.mark.skipif(bool(NO_KERNEL), reason=NO_KERNEL)
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("groups", [3, 5, 6])
+@pytest.mark.parametrize(("groups", "causal"), [(3, True), (5, False), (6, True)])
 def test_gradients_with_any_number_of_query_heads_per_key_head(groups, causal):
     """Default options and so many tokens that blocks of 32 // groups queries share windows."""
-    given = qkv(1100, batch=1, heads=(groups, 1))
-    upstream = torch.randn(1, groups, 1100, 6, dtype=torch.float64)
+    given = qkv(900, batch=1, heads=(groups, 1))
+    upstream = torch.randn(1, groups, 900, 6, dtype=torch.float64)
     results = []
     for name in ("reference", "torch", "cpp"):
         inputs = [x.clone().requires_grad_() for x in given]
@@ -295,13 +293,11 @@ def test_gradients_with_any_number_of_query_heads_per_key_head(groups, causal):
             assert_close(seen, expected, rtol=1e-9, atol=1e-11, msg=lambda m, i=impl: f"{i}: {m}")
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_blocks_of_any_shape_are_the_same_in_both_impls(dtype, causal, threads):
+@pytest.mark.parametrize(("dtype", "causal"), [(torch.float32, True), (torch.float64, False)])
+def test_blocks_of_any_shape_are_the_same_in_both_impls(dtype, causal):
     """Lengths, sizes and chunks that fill no vector, no tile and no block; several threads."""
     now = torch.get_num_threads()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(3)
     try:
         for length, size, chunk, window in ((777, 40, 16, 300), (901, 17, 100, 5), (33, 64, 1, 2)):
             x = qkv(length, batch=1, sizes=(size, size + 9), dtype=dtype)

@@ -105,13 +105,12 @@ def test_equals_the_dense_formula(band, mask):
     torch.testing.assert_close(torch.autograd.grad(total, leaves), expected)
 
 
-@pytest.mark.parametrize("mean", [0, 5])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("band", BANDS)
-def test_bfloat16_is_as_accurate_as_the_dense_formula(band, mask, mean):
+def test_bfloat16_is_as_accurate_as_the_dense_formula(band, mask):
     """Errors are of all elements, relative to those of the dense formula in bfloat16."""
     leaves, x, offset, d_out, d_lse = inputs(band, mask)
-    leaves = [y.bfloat16() for y in (*leaves[:2], leaves[2] + mean)]
+    leaves = [y.bfloat16() for y in (*leaves[:2], leaves[2] + 5)]
     d_out, d_lse = d_out.bfloat16(), d_lse.bfloat16()
     results = []
     for dtype, ours in ((torch.float64, False), (torch.bfloat16, False), (torch.bfloat16, True)):
