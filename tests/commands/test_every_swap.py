@@ -52,15 +52,13 @@ def swaps():
 SWAPS = swaps()
 BACKENDS = {swap.partition(":")[0]: swap for swap in reversed(SWAPS)}  # the first of each
 BACKENDS["flash"] = "flash:window=32"  # which a stock class holds
-ROTATED = {  # a command for each backend, and all commands
+ROTATED = {  # each command with another backend; the exhaustive tests have all pairs
     "block_sparse": "compare",
     "delta": "finetune",
     "flash": "convert",
     "gated_linear": "evaluate",
     "linear": "heads",
     "linformer": "plan",
-    "longformer": "memory",
-    "performer": "plan",
     "reformer": "recover",
     "softmax": "memory",
 }
@@ -169,9 +167,9 @@ def call(run, command, swap, model, text, tmp_path):
     return code, said
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ROTATED)
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_every_backend_runs(backend, run, model, text, tmp_path):
+def test_every_command_runs(backend, run, model, text, tmp_path):
     command = ROTATED[backend]
     code, said = call(run, command, BACKENDS[backend], model, text, tmp_path)
     assert code == 0 or command == "plan", said
