@@ -212,19 +212,7 @@ class BlockSparseBackend(AttentionBackend):
                 "a state is requested under torch.compile (its size grows with the tokens; "
                 "generate without torch.compile, or set use_cache=False)"
             )
-        return reasons if self.indexer is None else reasons + self._hidden_reasons(inputs)
-
-    def _hidden_reasons(self, inputs: AttentionInputs) -> list[str]:
-        """Return why the indexer does not support a call."""
-        hidden, (batch, _, length, _) = inputs.hidden_states, inputs.q.shape
-        if self.indexer is None or hidden is None:
-            return []
-        expected = (batch, length, self.geometry.hidden_size)
-        if tuple(hidden.shape) != expected:
-            return [
-                f"hidden_states have shape {tuple(hidden.shape)} (the indexer takes {expected})"
-            ]
-        return []
+        return reasons
 
     def attend(self, inputs: AttentionInputs) -> AttentionOutput:
         """Select blocks and attend to them."""

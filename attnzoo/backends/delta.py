@@ -156,6 +156,7 @@ class DeltaBackend(RecurrentBackend):
         sequences=True,
         reuses_state=True,
         needs_hidden_states=True,
+        from_hidden_states="write strengths",
     )
     window_op = "causal_window_attention"
     no_weight_decay = ("far_log_weight", "mix_lse")
@@ -225,8 +226,7 @@ class DeltaBackend(RecurrentBackend):
         reasons = super().unsupported_reasons(inputs)
         if not inputs.mask.causal:
             reasons.append("the mask is not causal (the delta rule needs an order of the tokens)")
-        size = self.geometry.hidden_size
-        return reasons + inputs.hidden_state_reasons(size, "write strengths take")
+        return reasons
 
     def attend(self, inputs: AttentionInputs) -> AttentionOutput:
         """Run the delta rule, and the softmax window beside it if there is one."""

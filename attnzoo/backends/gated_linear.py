@@ -130,7 +130,7 @@ class GatedLinearBackend(FeatureMapBackend):
         reasons = super().unsupported_reasons(inputs)
         if not inputs.mask.causal:
             reasons.append("the mask is not causal (gates need an order of the tokens)")
-        return reasons + inputs.hidden_state_reasons(self.geometry.hidden_size, "the gate takes")
+        return reasons
 
     def fused_feature_map(self) -> str:
         """Return the feature map that the op applies, or ``""`` if the module applies it."""

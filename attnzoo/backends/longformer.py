@@ -241,9 +241,6 @@ class LongformerBackend(AttentionBackend):
             reasons.append("attention dropout is given with a state (set it to 0 to decode)")
         if isinstance(mask, GlobalMask):
             reasons += self._global_mask_reasons(mask, inputs, with_state=with_state)
-        if self.global_projections is not None:
-            size = self.geometry.hidden_size
-            reasons += inputs.hidden_state_reasons(size, "the global projections take")
         return reasons
 
     def _global_mask_reasons(

@@ -372,6 +372,9 @@ class AttentionBackend(nn.Module):
         if can.needs_hidden_states and inputs.hidden_states is None:
             what = can.from_hidden_states
             reasons.append(f"hidden_states are missing, from which it computes {what}")
+        elif inputs.hidden_states is not None and self.geometry.hidden_size is not None:
+            reader = f"{can.from_hidden_states} take"
+            reasons += inputs.hidden_state_reasons(self.geometry.hidden_size, reader)
         if inputs.shard is not None:
             reasons += self.shard_reasons() + context_parallel_reasons(inputs, inputs.shard)
             if inputs.shard.segment_ids is not None and not (can.packing or can.sequences):

@@ -40,12 +40,12 @@ class AttentionInputs(NamedTuple):
     slots: Tensor | None = None  # [B] int64: rows of the state, which is a pool; -1: no token
     reuse_state: bool = False  # whether the tensors of the state may be overwritten by the next one
 
-    def hidden_state_reasons(self, size: int | None, reader: str) -> list[str]:
+    def hidden_state_reasons(self, size: int, reader: str) -> list[str]:
         """Return why hidden states, if given, do not fit the keys.
 
         Args:
             size: M, the layer's hidden size.
-            reader: What takes them, for the message, such as ``"the gate takes"``.
+            reader: What takes them, for the message, such as ``"gates take"``.
         """
         if self.hidden_states is None or self.k.ndim != 4:
             return []

@@ -347,7 +347,7 @@ def test_only_learned_gates_need_hidden_states(gate):
     if gate in LEARNED:
         with pytest.raises(UnsupportedError, match="hidden_states are missing"):
             backend(*x)
-        with pytest.raises(UnsupportedError, match=r"shape \(2, 3, 5\).*takes \(2, 3, 12\)"):
+        with pytest.raises(UnsupportedError, match=r"shape \(2, 3, 5\).*gates take \(2, 3, 12\)"):
             backend(*x, hidden_states=torch.randn(2, 3, 5))
     else:
         backend(*x)
