@@ -53,6 +53,7 @@ def test_list_and_compare(run, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_conformance(run):
     program = "import sys; import pytest; sys.exit(pytest.main())"
     assert " passed" in run(program, "-q", "-p", "no:cacheprovider", EXAMPLE / "tests")

@@ -36,6 +36,7 @@ def test_output_and_exit_code(fresh_python, tmp_path, end, returncode, error):
         assert done.stdout == f"['a b', '1'] {tmp_path}\n"
 
 
+@pytest.mark.exhaustive
 def test_a_program_that_hangs_is_killed_with_what_it_started(fresh_python, tmp_path):
     program = f"""
 import subprocess, sys, time

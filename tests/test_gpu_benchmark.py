@@ -166,6 +166,7 @@ def test_every_stage_runs_without_a_gpu_and_resumes(tmp_path, capsys):
     assert "| decode | fla |  |  |  |  | fla runs on a GPU only |" in table
 
 
+@pytest.mark.exhaustive
 def test_the_script_runs_from_a_bare_checkout(tmp_path):
     script = str(BENCHMARKS / "gpu.py")
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH",)}

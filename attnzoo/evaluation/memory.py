@@ -441,11 +441,11 @@ def estimate_memory(
         AttnzooError: An argument is invalid, or a backend does not support the model.
 
     Example:
-        >>> at_4k, at_8k = (
+        >>> short, long = (
         ...     attnzoo.estimate_memory(folder, "linear", length=length).cache
-        ...     for length in (4096, 8192)
+        ...     for length in (256, 512)
         ... )
-        >>> at_4k == at_8k
+        >>> short == long
         True
     """
     path, spec = Path(model), None if attention is None else read_spec(attention)

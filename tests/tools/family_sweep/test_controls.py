@@ -86,6 +86,7 @@ def test_what_is_not_built_says_why():
     assert make_model("mamba", 1.0) is None  # it has no attention
 
 
+@pytest.mark.exhaustive
 def test_a_worker_process_is_replaced_after_a_crash():
     worker = new_worker()
     try:
