@@ -19,7 +19,7 @@ from attnzoo.ops.delta.triton.check import DeltaCase, Inputs, results, wrong_res
 from attnzoo.ops.delta.triton.custom_op import delta_triton
 from attnzoo.ops.delta.triton.step import delta_triton_step, delta_triton_step_
 from attnzoo.registry import build_backend
-from tests.helpers import change_implementation
+from tests.helpers import change_implementation, check_operator
 from tests.kernel_device import kernel_device
 from tests.ops.delta.ragged import each_alone, make_sequences, nan_outside, outside, row_length
 
@@ -32,7 +32,7 @@ SMALL = DeltaCase(decay="none", d=12, e=24, B=1, Hkv=1, T=37, dtype=torch.float3
 def test_sequences_match_reference_in_float64(decay):
     """Outputs, states and all gradients; some log decays are minus infinity."""
     case = replace(SMALL, decay=decay, groups=2, ragged=True, strong_gates=True)
-    assert list(wrong_results(replace(case, T=100), DEVICE)) == []
+    assert list(wrong_results(replace(case, T=70), DEVICE)) == []
 
 
 def test_sequences_equal_each_alone():
@@ -149,13 +149,13 @@ def test_operators_pass_opcheck():
     rows = [torch.randn(1, heads, 2, 16).to(DEVICE).requires_grad_() for heads in (2, 1, 1)]
     beta, gates = torch.rand(1, 1, 2).to(DEVICE), -torch.rand(1, 1, 2).to(DEVICE)
     state = torch.randn(1, 1, 16, 16).to(DEVICE)
-    torch.library.opcheck(delta_triton, (*rows, beta, gates, state, None, None, 0.5, True))
+    check_operator(delta_triton, (*rows, beta, gates, state, None, None, 0.5, True), trace=True)
     bounds = torch.tensor([0, 1], device=DEVICE), torch.tensor([1, 1], device=DEVICE)
-    torch.library.opcheck(delta_triton, (*rows, beta, gates, None, *bounds, 0.5, False))
+    check_operator(delta_triton, (*rows, beta, gates, None, *bounds, 0.5, False), trace=False)
     first = [x[:, :, :1].detach() for x in (*rows, beta, gates)]
-    torch.library.opcheck(delta_triton_step, (*first, state, None, 0.5))
+    check_operator(delta_triton_step, (*first, state, None, 0.5), trace=False)
     slots = torch.zeros(1, dtype=torch.long, device=DEVICE)
-    torch.library.opcheck(delta_triton_step_, (*first, state.clone(), slots, 0.5))
+    check_operator(delta_triton_step_, (*first, state.clone(), slots, 0.5), trace=True)
 
 
 def test_auto_selects_the_kernels_only_if_they_passed_a_check(monkeypatch):

@@ -445,7 +445,7 @@ def test_operators_pass_opcheck(packed):
             for before in (given[3:], (None, None)):
                 more = (*options[:2], normalize, *options[3:], not normalize, keep, keep)
                 args = (*given[:3], None, *before, *maps, *table, *more)
-                trace = keep and before[0] is not None
+                trace = keep and normalize and before[0] is not None
                 check_operator(linear_cpp, args, trace=trace)
     args = (*leaves[:3], None, *leaves[3:], *maps, *table, *options)
     out, *_, inverse, kept = (x.detach() for x in linear_cpp(*args, False, True, True))
