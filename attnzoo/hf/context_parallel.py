@@ -160,7 +160,8 @@ def check_model(model: nn.Module) -> PreTrainedModel:
     config = target.config.get_text_config()
     if target.config.is_encoder_decoder:
         reasons.append("the model is an encoder-decoder, whose rows have different lengths")
-    layer_types = {*(read_field(config, "layer_types") or ()), *_block_types(config)}
+    fields = ("layer_types", "layers_block_type", "block_types")
+    layer_types = {str(kind) for name in fields for kind in read_field(config, name) or ()}
     mixers = sorted(k for k in layer_types if "attention" not in k or k.startswith("linear"))
     mixers += sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.Conv1d)})
     if mixers:
@@ -178,12 +179,6 @@ def check_model(model: nn.Module) -> PreTrainedModel:
             "softmax."
         )
     return target
-
-
-def _block_types(config: Any) -> list[str]:
-    """Return the layer types of a config that does not call them ``layer_types``."""
-    types = read_field(config, "layers_block_type") or read_field(config, "block_types")
-    return [str(kind) for kind in types or ()]
 
 
 def _rope_types(config: Any) -> set[str]:

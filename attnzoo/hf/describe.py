@@ -118,31 +118,19 @@ def describe(model: nn.Module | str | Path) -> Description:
     for layer in attention_layers(target):
         backend = getattr(layer.module, NAME, None)
         implementation = getattr(layer.module, "config", target.config)._attn_implementation
+        found: dict[str, Any] = {"backend": "none", "options": {}, "extras": 0}
+        found |= {"impl": str(implementation), "reason": "not swapped"}
         if isinstance(backend, AttentionBackend) and implementation == NAME:
             tensors = [*backend.parameters(), *backend.buffers()]
+            found["backend"], found["options"] = backend.name, backend.config.changed_options()
+            found["extras"] = sum(x.numel() for x in tensors)
             ran = backend.ran
-            row = LayerDescription(
-                layer=layer.geometry.layer,
-                name=layer.name,
-                backend=backend.name,
-                options=backend.config.changed_options(),
-                extras=sum(x.numel() for x in tensors),
-                impl=ran.impl if ran else "",
-                reason=ran.reason if ran else "",
+            found |= {"impl": ran.impl if ran else "", "reason": ran.reason if ran else ""}
+        elif isinstance(backend, AttentionBackend):
+            found["reason"] = (
+                f"{backend.name} is disabled; set_attn_implementation('attnzoo') enables it"
             )
-        else:
-            row = LayerDescription(
-                layer=layer.geometry.layer,
-                name=layer.name,
-                backend="none",
-                options={},
-                extras=0,
-                impl=str(implementation),
-                reason=f"{backend.name} is disabled; set_attn_implementation('attnzoo') enables it"
-                if isinstance(backend, AttentionBackend)
-                else "not swapped",
-            )
-        rows.append(row)
+        rows.append(LayerDescription(layer=layer.geometry.layer, name=layer.name, **found))
     return Description(type(target).__name__, tuple(rows), tuple(dropout_lines(target)))
 
 

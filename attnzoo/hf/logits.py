@@ -53,18 +53,12 @@ def tokens_per_chunk(model: nn.Module) -> int:
     return max(64, CHUNK_LOGITS // int(inner.config.get_text_config().vocab_size))
 
 
-def keeps_logits(model: nn.Module) -> bool:
-    """Return whether a model computes the logits of some tokens only where that is requested."""
-    inner: Any = unwrap_model(model)
-    return "logits_to_keep" in inspect.signature(type(inner).forward).parameters
-
-
 @torch.no_grad()
 def chunk_reason(model: nn.Module) -> str:
     """Return why a model's logits cannot be computed in chunks, or ``""``; runs two tokens."""
     inner: Any = unwrap_model(model)
     name = type(inner).__name__
-    if not keeps_logits(inner):
+    if "logits_to_keep" not in inspect.signature(type(inner).forward).parameters:
         return f"{name} computes the logits of all tokens"
     modes = {module: module.training for module in inner.modules()}
     inner.eval()

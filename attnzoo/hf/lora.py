@@ -35,15 +35,8 @@ def with_adapters(
     """Return the model with LoRA adapters on linear layers outside backends.
 
     The backends' own parameters stay in the model instead of the adapter: runs train them with a
-    learning rate of their own and save the merged model.
-
-    Args:
-        model: A swapped model.
-        rank: Rank of the adapters.
-        task: PEFT's task type, such as ``CAUSAL_LM``.
-        alpha: The adapters' scale is ``alpha / rank``; twice the rank when ``None``.
-        target_modules: Last parts of the names of the layers, such as ``q_proj``; all linear layers
-            when ``None``.
+    learning rate of their own and save the merged model. The adapters' scale is ``alpha / rank``,
+    2 when ``alpha`` is ``None``; ``target_modules`` are last parts of names, such as ``q_proj``.
     """
     if target_modules is not None:
         check_target_modules(model, target_modules)
@@ -65,12 +58,7 @@ def add_adapters(model: nn.Module, trained: Any) -> None:
     """Add what was trained beside frozen weights to a model of the same architecture.
 
     The sum of a weight and its adapter is computed in float32, and rounded once to the type of the
-    weight.
-
-    Args:
-        model: The model, whose weights are changed.
-        trained: A swapped model, with LoRA adapters or without. Its frozen weights may be rounded,
-            or quantized.
+    weight. Frozen weights of the trained model may be rounded, or quantized.
     """
     from peft import PeftModel
     from peft.tuners.lora import LoraLayer

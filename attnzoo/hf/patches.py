@@ -103,29 +103,24 @@ REGISTRATIONS: dict[str, Callable[[Any], None]] = {
     "transformers.modeling_utils": _register_attention,
 }
 CONFIG = "transformers.configuration_utils"
+MODELS = "transformers.modeling_utils"
 
 
-@_patch(
-    CONFIG, "PreTrainedConfig.to_diff_dict", "a stock config holds the swap of a part of its model"
-)
+@_patch(CONFIG, "PreTrainedConfig.to_diff_dict", "stock configs hold the swaps of parts")
 def _to_diff_dict(original: Any, self: PreTrainedConfig) -> dict[str, Any]:
     from attnzoo.hf.saving.checkpoints import saved_config
 
     return saved_config(self, original(self))
 
 
-@_patch(CONFIG, "PreTrainedConfig._dict_from_json_file", "a file is read before its class is known")
+@_patch(CONFIG, "PreTrainedConfig._dict_from_json_file", "its class is not known yet")
 def _read_json(original: Any, cls: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     from attnzoo.hf.saving.checkpoints import loaded_config
 
     return loaded_config(original(cls, *args, **kwargs))
 
 
-@_patch(
-    "transformers.modeling_utils",
-    "PreTrainedModel.__new__",
-    "LlamaForCausalLM(config) and its from_pretrained name the class",
-)
+@_patch(MODELS, "PreTrainedModel.__new__", "LlamaForCausalLM(config) names the class")
 def _new_of_config(original: Any, cls: type, *args: Any, **kwargs: Any) -> Any:
     config = args[0] if args else kwargs.get("config")
     if NAME in kwargs:
@@ -141,11 +136,7 @@ def _new_of_config(original: Any, cls: type, *args: Any, **kwargs: Any) -> Any:
     return original(cls)
 
 
-@_patch(
-    "transformers.trainer",
-    "Trainer.get_decay_parameter_names",
-    "it reads names and types of modules, not the model",
-)
+@_patch("transformers.trainer", "Trainer.get_decay_parameter_names", "it reads modules, no model")
 def _get_decay_parameter_names(original: Any, self: Any, model: nn.Module) -> list[str]:
     """Leave the decays and mixtures of backends out of weight decay."""
     from attnzoo.hf.extras import without_exempt
@@ -178,9 +169,7 @@ INIT = "init_lora_weights"
 SAVED_INIT = f"{NAME}_{INIT}"  # the value of PEFT's field, in a file that has another there
 
 
-@_patch(
-    "peft.config", "PeftConfigMixin.to_dict", "an adapter's file names the swap it was trained for"
-)
+@_patch("peft.config", "PeftConfigMixin.to_dict", "a file names the swap of its adapter")
 def _to_dict(original: Any, self: Any) -> dict[str, Any]:
     data: dict[str, Any] = original(self)
     spec = vars(self).get(NAME)
@@ -202,11 +191,7 @@ def _from_peft_type(original: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
     return made
 
 
-@_patch(
-    "peft.config",
-    "PeftConfigMixin.from_pretrained",
-    "a config that was read is checked, a new one completed",
-)
+@_patch("peft.config", "PeftConfigMixin.from_pretrained", "a config that was read is checked")
 def _config_from_pretrained(original: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
     made = original(cls, *args, **kwargs)
     vars(made)[LOADED] = True
@@ -232,7 +217,7 @@ def _prepare_adapter(model: nn.Module, peft_config: Any) -> None:
     adapters.prepare_adapter(model, peft_config)
 
 
-@_patch(TUNERS, "BaseTuner.inject_adapter", "backends are trained and saved with the adapter")
+@_patch(TUNERS, "BaseTuner.inject_adapter", "backends train and are saved with it")
 def _inject_adapter(
     original: Any, self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
 ) -> None:
@@ -243,11 +228,7 @@ def _inject_adapter(
         original(self, model, adapter_name, *args, **kwargs)
 
 
-@_patch(
-    TUNERS,
-    "BaseTuner.merge_adapter",
-    "backends of an adapter that is not active would not be merged",
-)
+@_patch(TUNERS, "BaseTuner.merge_adapter", "it omits backends of inactive adapters")
 def _merge_adapter(
     original: Any, self: Any, adapter_names: list[str] | None = None, safe_merge: bool = False
 ) -> None:
@@ -257,11 +238,7 @@ def _merge_adapter(
     original(self, adapter_names, safe_merge)
 
 
-@_patch(
-    TUNERS,
-    "BaseTuner.merge_and_unload",
-    "wrappers of backends would stay, or lose what was trained",
-)
+@_patch(TUNERS, "BaseTuner.merge_and_unload", "it loses backends, or keeps their wrappers")
 def _merge_and_unload(
     original: Any,
     self: Any,
@@ -296,7 +273,7 @@ def _add_adapter(
     original(self, adapter_name, peft_config, *args, **kwargs)
 
 
-@_patch(MODEL, "PeftModel.load_adapter", "an adapter of the same name may be of another swap")
+@_patch(MODEL, "PeftModel.load_adapter", "an adapter that it replaces may be of another swap")
 def _load_adapter(
     original: Any, self: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any
 ) -> Any:
@@ -321,11 +298,7 @@ def _disable_adapter(original: Any, self: Any) -> Iterator[None]:
         yield
 
 
-@_patch(
-    MODEL,
-    "PeftModel.save_pretrained",
-    "the swap of now is saved, and trained backends are not lost",
-)
+@_patch(MODEL, "PeftModel.save_pretrained", "the swap of now is saved; no backend is lost")
 def _save_pretrained(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     from attnzoo.hf import adapters
 
@@ -342,7 +315,7 @@ def _get_prompt(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return prompt
 
 
-@_patch("peft.auto", "_BaseAutoPeftModel.from_pretrained", "it loads the base model, not swapped")
+@_patch("peft.auto", "_BaseAutoPeftModel.from_pretrained", "its base model has no swap")
 def _auto_from_pretrained(original: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
     token = APPLY_SWAP.set(True)
     try:

@@ -505,12 +505,7 @@ def base_model_name(model: Any) -> str:
 
 
 def document_masks(model: Any, position_ids: Tensor) -> dict[str, Any]:
-    """Return the masks of a model whose ``forward`` reads no documents from positions, by kind.
-
-    Args:
-        model: A model with full and recurrent layers, called without a cache and padding.
-        position_ids: Positions that begin again in each document, ``[B, T]``.
-    """
+    """Return the masks of a model whose ``forward`` reads no documents from positions, by kind."""
     embeddings: Any = model.get_input_embeddings().weight
     shape = (*position_ids.shape, embeddings.shape[1])
     given: dict[str, Any] = {CACHE_ARGUMENT: None, "attention_mask": None}

@@ -89,7 +89,11 @@ class PositionHook(ModelHook):
         past = 0 if cache is None else cache.get_seq_length()
         given = dict(zip(self.names, args, strict=False)) | kwargs
         if positions is not None:
-            _check_positions(positions)
+            if positions.ndim == 3 and positions.shape[0] == 1:
+                raise UnsupportedError(
+                    f"position_ids have the shape {tuple(positions.shape)}; pass [batch, tokens], "
+                    "or [1, tokens] for all rows"
+                )
             if self.counts and not isinstance(past, Tensor) and not past:
                 _refuse_shared_positions(padding, positions, tokens.shape[0])
         packing, new = Packing(*map(kwargs.get, Packing._fields)), None
@@ -124,12 +128,7 @@ class PositionHook(ModelHook):
     ) -> Tensor | None:
         """Return positions that restart with each packed sequence; ``None``: no others than given.
 
-        Args:
-            model: The model.
-            packing: The packing arguments, one at least.
-            positions: Positions that must restart at the same tokens, or nowhere.
-            padding: ``[B, S]``, 0 at padding.
-            x: The new tokens, ``[B, T, ...]``.
+        ``positions`` must restart at the same tokens, or nowhere; x are the new tokens.
         """
         batch, tokens = x.shape[:2]
         if packing.shape_reasons(batch, tokens):
@@ -183,10 +182,7 @@ class PositionHook(ModelHook):
 def row_positions(mask: Tensor, tokens: Tensor, past: int | Tensor) -> Tensor:
     """Return positions that begin at the first real token of each row, ``[B, T]``.
 
-    Args:
-        mask: ``[B, S]``, 0 at padding. Holes keep their positions, so that distances stay.
-        tokens: The new tokens, ``[B, T, ...]``.
-        past: Number of tokens before them.
+    Holes in ``mask [B, S]`` keep their positions, so that distances stay.
     """
     padding = (mask.to(tokens.device).cumsum(1) == 0).sum(1, keepdim=True)
     rows = torch.arange(tokens.shape[1], device=tokens.device) + past - padding
@@ -199,15 +195,8 @@ def documents_of(
     """Return the document of each token where positions begin again at 0, ``[B, T]``, or ``None``.
 
     Positions of padding on the left, of trees, and of M-RoPE do not. Without a mask and a cache the
-    mask that transformers makes separates the documents. A compiled graph refuses them when it
-    runs.
-
-    Args:
-        positions: ``[B or 1, T]``; those of M-RoPE have a further dimension.
-        mask: The argument ``attention_mask``.
-        has_cache: Whether a cache is given, which is empty, or will be made; or the model makes
-            masks without positions.
-        advice: What to do in a compiled graph.
+    mask that transformers makes separates the documents; ``has_cache`` is also true of a model that
+    makes masks without positions. A compiled graph refuses documents when it runs.
     """
     if positions.ndim != 2 or (mask is None and not has_cache):
         return None
@@ -271,14 +260,6 @@ def _refuse(condition: Tensor, message: str) -> None:
         torch._assert_async(~condition, message)
     elif bool(condition):
         raise UnsupportedError(message)
-
-
-def _check_positions(positions: Tensor) -> None:
-    if positions.ndim == 3 and positions.shape[0] == 1:
-        raise UnsupportedError(
-            f"position_ids have the shape {tuple(positions.shape)}; pass [batch, tokens], or "
-            "[1, tokens] for all rows"
-        )
 
 
 def takes_positions(model: nn.Module) -> bool:

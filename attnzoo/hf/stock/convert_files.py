@@ -107,12 +107,7 @@ def _tokens(tokenizer: Any) -> list[int]:
 def card(config: Any, layers: Sequence[Layer], source: str, source_card: str = "") -> str:
     """Return the model card of a converted model in Markdown.
 
-    Args:
-        config: Its config.
-        layers: The window of each layer in tokens, ``None`` where it sees all keys, or
-            ``"recurrent"``.
-        source: Name of the model that it was converted from.
-        source_card: Text of that model's card, whose licence and language are kept.
+    The licence and the language of the card of its source are kept.
     """
     given = ModelCard(source_card).data
     kept = {name: given.get(name) for name in KEPT if given.get(name) is not None}

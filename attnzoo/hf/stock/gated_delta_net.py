@@ -290,13 +290,7 @@ def softmax_layer(model: nn.Module, number: int) -> nn.Module:
 def measure_layers(
     model: PreTrainedModel, numbers: Sequence[int], tokens: Tensor | None
 ) -> dict[int, LayerInputs]:
-    """Return what some layers of a softmax model get and compute.
-
-    Args:
-        model: The model in evaluation mode.
-        numbers: The layers.
-        tokens: Token ids, ``[B, T]``; they are needed only if there are layers.
-    """
+    """Return what some layers of a softmax model get and compute on tokens, ``[B, T]``."""
     if not numbers:
         return {}
     found: dict[int, LayerInputs] = {}
