@@ -121,6 +121,7 @@ def test_models_with_windows(ids):
     assert_close(found, model(ids[:2]).logits, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_states_of_decoders_with_cross_attention_are_refused(ids):
     sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "vocab_size": 99}
     heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}

@@ -108,6 +108,7 @@ def test_gradient_checkpointing_repeats_the_draw(backend, reentrant, ids):
     assert_close(gradients[1], gradients[0])
 
 
+@pytest.mark.exhaustive
 def test_compiled(ids):
     model = swapped(gpt2, "linear").train()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
