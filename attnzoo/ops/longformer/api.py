@@ -6,7 +6,8 @@ global token sees everything. With :math:`A_i` the set of keys that token i sees
 :math:`A_i`. Global tokens may have their own queries, and keys and values that only they attend to.
 Causal attention hides later tokens from every token, global or not. Padding is not counted: windows
 and distances are measured in real tokens. A position bias is added to the scores of the keys that a
-query sees. Time O(T (w + G) D), memory O(T D). Source: Beltagy et al., 2020, arXiv:2004.05150.
+query sees. Time O(T (w + G) D), memory O(T D) in C++. Source: Beltagy et al., 2020,
+arXiv:2004.05150.
 Other letters: w window, d dilation, G global tokens.
 """
 

@@ -1,7 +1,7 @@
 """Causal softmax over a window of the latest keys, with the log-sum-exp and a state.
 
-For mechanisms that combine it with a state over all earlier tokens. Time O(T W D), memory O(T D) on
-a CPU; the state has a fixed size. In one row of sequences, queries see the keys of their own
+For mechanisms that combine it with a state over all earlier tokens. Time O(T W D), memory O(T D) in
+C++; the state has a fixed size. In one row of sequences, queries see the keys of their own
 sequence. With a state or first tokens, each sequence becomes a row, padded at its end, where no
 query sees the padding. Other letters: W window, G first tokens of a sequence, N tokens of one row
 of sequences, R rows or sequences.
