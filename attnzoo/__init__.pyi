@@ -5,8 +5,8 @@ from attnzoo import testing as testing
 from attnzoo import training as training
 from attnzoo.backends.feature_maps.base import FeatureMap as FeatureMap
 from attnzoo.backends.feature_maps.base import register_feature_map as register_feature_map
-from attnzoo.backends.gates.base import Gate as Gate
-from attnzoo.backends.gates.base import register_gate as register_gate
+from attnzoo.backends.gates.decays import Gate as Gate
+from attnzoo.backends.gates.decays import register_gate as register_gate
 from attnzoo.contract.backend import AttentionBackend as AttentionBackend
 from attnzoo.contract.backend import register as register
 from attnzoo.contract.config import BackendConfig as BackendConfig

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnzoo.backends.feature_maps.base import FeatureMapConfig, get_feature_map
-from attnzoo.backends.gates.base import GATES, Gate, GateModule, get_gate, init_identity
+from attnzoo.backends.gates.decays import GATES, Gate, GateModule, get_gate, init_identity
 from attnzoo.backends.parts.convolution import ShortConvolution
 from attnzoo.backends.parts.recurrent import RecurrentBackend, RecurrentConfig, check_features
 from attnzoo.contract.backend import register
@@ -288,9 +288,12 @@ class DeltaBackend(RecurrentBackend):
         assert inputs.hidden_states is not None
         hidden = widen(inputs.hidden_states)
         beta = torch.sigmoid(_project(hidden, self.write_weight, self.write_bias))
-        q = self.feature_map(inputs.q, inputs.scale, of="queries")
-        k = self.feature_map(inputs.k, inputs.scale, of="keys")
-        check_features(q, k, inputs)
+        if self.fused_feature_map() == "identity":
+            q, k = widen(inputs.q), widen(inputs.k)
+        else:
+            q = self.feature_map(inputs.q, inputs.scale, of="queries")
+            k = self.feature_map(inputs.k, inputs.scale, of="keys")
+            check_features(q, k, inputs)
         x = DeltaInputs(
             q=q,
             k=k,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.backends.feature_maps.base import get_feature_map
-from attnzoo.backends.gates.base import GATES, get_gate
+from attnzoo.backends.gates.decays import GATES, get_gate
 from attnzoo.backends.gates.recurrences import Recurrence
 from attnzoo.backends.parts.recurrent import FeatureMapBackend, FeatureMapBackendConfig
 from attnzoo.contract.backend import register

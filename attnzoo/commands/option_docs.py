@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any, get_type_hints
 
 from attnzoo.backends.feature_maps.base import FEATURE_MAPS
-from attnzoo.backends.gates.base import GATES
+from attnzoo.backends.gates.decays import GATES
 from attnzoo.contract.config import BackendConfig, format_type
 from attnzoo.errors import ConfigError
 from attnzoo.registry import get_backend

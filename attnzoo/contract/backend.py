@@ -373,8 +373,12 @@ class AttentionBackend(nn.Module):
             what = can.from_hidden_states
             reasons.append(f"hidden_states are missing, from which it computes {what}")
         elif inputs.hidden_states is not None and self.geometry.hidden_size is not None:
-            reader = f"{can.from_hidden_states} take"
-            reasons += inputs.hidden_state_reasons(self.geometry.hidden_size, reader)
+            shape, expected = inputs.hidden_states.shape, (*k.shape[::2], self.geometry.hidden_size)
+            if shape != expected:
+                reader = can.from_hidden_states
+                reasons.append(
+                    f"hidden_states have shape {tuple(shape)} ({reader} take {expected})"
+                )
         if inputs.shard is not None:
             reasons += self.shard_reasons() + context_parallel_reasons(inputs, inputs.shard)
             if inputs.shard.segment_ids is not None and not (can.packing or can.sequences):

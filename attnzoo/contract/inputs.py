@@ -40,20 +40,6 @@ class AttentionInputs(NamedTuple):
     slots: Tensor | None = None  # [B] int64: rows of the state, which is a pool; -1: no token
     reuse_state: bool = False  # whether the tensors of the state may be overwritten by the next one
 
-    def hidden_state_reasons(self, size: int, reader: str) -> list[str]:
-        """Return why hidden states, if given, do not fit the keys.
-
-        Args:
-            size: M, the layer's hidden size.
-            reader: What takes them, for the message, such as ``"gates take"``.
-        """
-        if self.hidden_states is None or self.k.ndim != 4:
-            return []
-        shape, expected = tuple(self.hidden_states.shape), (self.k.shape[0], self.k.shape[2], size)
-        if shape == expected:
-            return []
-        return [f"hidden_states have shape {shape} ({reader} {expected})"]
-
 
 def context_parallel_reasons(inputs: AttentionInputs, shard: SequenceShard) -> list[str]:
     """Return every reason why this call is unsupported under context parallelism."""

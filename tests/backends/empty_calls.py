@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from attnzoo.backends.gates.base import GATES
+from attnzoo.backends.gates.decays import GATES
 from attnzoo.contract.backend import AttentionBackend
 from attnzoo.contract.config import Geometry
 from attnzoo.contract.masks import AttentionMask

@@ -14,7 +14,7 @@ from transformers.integrations.executorch import (
 )
 
 import attnzoo
-from attnzoo.backends.gates.base import GATES
+from attnzoo.backends.gates.decays import GATES
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf.seam import cache_argument
 from tests.helpers import MODEL_SIZES, build, hidden_states, qkv, redrawn

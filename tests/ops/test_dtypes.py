@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnzoo import ops
 from attnzoo.backends.feature_maps.base import FEATURE_MAPS
-from attnzoo.backends.gates.base import GATES
+from attnzoo.backends.gates.decays import GATES
 from attnzoo.contract.config import Geometry
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.ops.hybrid.parts import LinearBranch

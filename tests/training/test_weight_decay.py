@@ -7,7 +7,7 @@ import transformers as hf
 
 import attnzoo
 from attnzoo.backends.feature_maps.base import FEATURE_MAPS
-from attnzoo.backends.gates.base import GATES
+from attnzoo.backends.gates.decays import GATES
 from attnzoo.training.trainer import LogitDistillationTrainer
 from attnzoo.training.transfer import extras
 from tests.helpers import tiny_llama

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnzoo.backends.gates.base import (
+from attnzoo.backends.gates.decays import (
     GATE_BIAS,
     INITIAL_RATE,
     RANK,

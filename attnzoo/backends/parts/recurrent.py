@@ -150,6 +150,7 @@ class RecurrentBackend(AttentionBackend):
     """
 
     config: RecurrentConfig
+    feature_map: FeatureMap
     config_class: ClassVar[type[BackendConfig]] = RecurrentConfig
     capabilities = Capabilities(
         sequences=True, recurrent=True, state_from_keys=True, zero_state=True, context_parallel=True
@@ -201,6 +202,15 @@ class RecurrentBackend(AttentionBackend):
                     f"window={self.config.window} could limit (leave window out for this layer)"
                 )
         return reasons
+
+    def fused_feature_map(self) -> str:
+        """Return the feature map that the op applies, or ``""`` if the module applies it."""
+        module = self.feature_map
+        if not isinstance(module, FeatureMap):  # wrapped, for example by PEFT
+            return ""
+        hooks = module._forward_hooks or module._forward_pre_hooks
+        # accelerate replaces the forward of modules whose weights it has moved away
+        return "" if hooks or "forward" in module.__dict__ else module.fused
 
     def shard_reasons(self) -> list[str]:
         """Return every reason why this layer does not support context parallelism."""
@@ -347,15 +357,6 @@ class FeatureMapBackend(RecurrentBackend):
         if counts is None:
             return self.run_op(q, k, inputs)
         return with_count(self.run_op(q, k, without_count(inputs)), counts)
-
-    def fused_feature_map(self) -> str:
-        """Return the feature map that the op applies, or ``""`` if the module applies it."""
-        module = self.feature_map
-        if not isinstance(module, FeatureMap):  # wrapped, for example by PEFT
-            return ""
-        hooks = module._forward_hooks or module._forward_pre_hooks
-        # accelerate replaces the forward of modules whose weights it has moved away
-        return "" if hooks or "forward" in module.__dict__ else module.fused
 
     def map_weights(self) -> MapWeights | None:
         """Return the weights of a map that the op applies, or ``None`` if it has none."""

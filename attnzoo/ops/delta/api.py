@@ -39,6 +39,7 @@ from attnzoo.contract.implementation import (
 from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import AttentionOutput, DeltaState, run_on_slots
 from attnzoo.contract.validation import (
+    check_log_decay,
     check_qkv,
     check_sequences,
     check_shape,
@@ -58,9 +59,7 @@ from attnzoo.ops.delta.triton.run import (
     triton_reasons,
     triton_verdict,
 )
-from attnzoo.ops.linear.common import widen_shared
-from attnzoo.ops.linear.validation import check_log_decay
-from attnzoo.runtime.kernel_calls import autocast_disabled, state_dtype
+from attnzoo.runtime.kernel_calls import autocast_disabled, state_dtype, widen
 
 
 def delta_attention(
@@ -147,7 +146,8 @@ def delta_attention(
         reuse_state=reuse_state and not torch.is_grad_enabled(),
         slots=slots,
     )
-    return run_delta_attention(x, impl, shard)
+    with autocast_disabled(q.device):
+        return run_delta_attention(x, impl, shard)
 
 
 def run_delta_attention(
@@ -155,7 +155,8 @@ def run_delta_attention(
 ) -> AttentionOutput:
     """Compute :func:`delta_attention` of tokens that fit each other, as those of a backend do.
 
-    Decays and a state are checked here: a gate or an earlier call has made them.
+    Decays and a state are checked here: a gate or an earlier call has made them. Autocast is
+    disabled by the caller.
 
     Args:
         x: Queries, keys, values and options.
@@ -164,7 +165,8 @@ def run_delta_attention(
     """
     if x.log_decay is not None:
         check_log_decay(x.log_decay, x.k.shape, x.k.device, causal=True)
-        x = x._replace(log_decay=widen_shared(x.log_decay))
+        if x.log_decay.dim() == 1:  # its gradient sums all tokens
+            x = x._replace(log_decay=widen(x.log_decay))
     if (state := x.state) is not None:
         batch = x.k.shape[0] if x.sequences is None else x.sequences.count
         batch = batch if x.slots is None else state.kv.shape[0]
@@ -172,23 +174,22 @@ def run_delta_attention(
         check_state_field("state.kv", state.kv, shape, x.q.device)
         if state.kv.dtype != (dtype := state_dtype(x.q, x.k, x.v)):
             x = x._replace(state=DeltaState(state.kv.to(dtype)), reuse_state=False)
-    with autocast_disabled(x.q.device):
-        if shard is not None:
-            check_shard(shard, x.state)
-            x = normalized(x)
-            x = x._replace(state=_state_from_earlier_ranks(x, shard))
-        found = None
-        if x.q.shape[2] == 1 and x.sequences is None:
-            step = x if x.state is not None else x._replace(state=x.first_state())
-            found = select_if_supported("delta_step", step, impl)
-            x = step if found or x.slots is not None else x
-        chosen, choice = found or select("delta_attention", x, impl)
-        if _has_no_token(x):
-            parameters = (x.beta,) if x.log_decay is None else (x.beta, x.log_decay)
-            out = empty_output(x.q, x.k, x.v, *parameters)
-            last: DeltaState | None = x.first_state() if x.return_state else None
-        else:
-            out, last = chosen.run(x) if found or x.slots is None else run_on_slots(x, chosen.run)
+    if shard is not None:
+        check_shard(shard, x.state)
+        x = normalized(x)
+        x = x._replace(state=_state_from_earlier_ranks(x, shard))
+    found = None
+    if x.q.shape[2] == 1 and x.sequences is None:
+        step = x if x.state is not None else x._replace(state=x.first_state())
+        found = select_if_supported("delta_step", step, impl)
+        x = step if found or x.slots is not None else x
+    chosen, choice = found or select("delta_attention", x, impl)
+    if _has_no_token(x):
+        parameters = (x.beta,) if x.log_decay is None else (x.beta, x.log_decay)
+        out = empty_output(x.q, x.k, x.v, *parameters)
+        last: DeltaState | None = x.first_state() if x.return_state else None
+    else:
+        out, last = chosen.run(x) if found or x.slots is None else run_on_slots(x, chosen.run)
     return AttentionOutput(out, last if x.return_state else None, None, choice)
 
 

@@ -31,15 +31,6 @@ EXP_BOUND = 30.0
 MIN_NORM = 1e-6  # a smaller norm of a row is replaced by it, so that rows of zeros stay zero
 
 
-def softplus_of_heads(logits: Tensor) -> Tensor:
-    """Return the softplus of ``[B, T, H, X]`` as ``[B, H, T, X]``: steps and rates of gates.
-
-    The softplus of a contiguous tensor, because torch.compile (2.13, 2.14) traces its gradient
-    with the layout of the input, and the operator returns that of the incoming gradient.
-    """
-    return F.softplus(logits.transpose(1, 2).contiguous())
-
-
 def elu_plus_one(x: Tensor) -> Tensor:
     r"""Return :math:`\mathrm{elu}(x) + 1`: x + 1 where x is positive, else exp(x).
 

@@ -33,11 +33,10 @@ from attnzoo.contract.states import (
 )
 from attnzoo.contract.validation import check_qkv, check_sequences, check_shard
 from attnzoo.errors import UnsupportedError
-from attnzoo.ops.linear.common import LinearInputs, StepGate
+from attnzoo.ops.linear.common import LinearInputs, StepGate, check_state
 from attnzoo.ops.linear.cpu.linear_step import kernel_reasons, run_step_cpp
 from attnzoo.ops.linear.triton.run import triton_reasons
 from attnzoo.ops.linear.triton.verdicts import kernel_verdict
-from attnzoo.ops.linear.validation import check_state
 from attnzoo.runtime.kernel_calls import autocast_disabled, with_contiguous_states
 
 LOWEST_STABILIZER = -87.0  # exp(87) is finite in float32

@@ -11,7 +11,7 @@ from torch import Tensor
 from attnzoo.contract.context_parallel import SequenceShard
 from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import AttentionOutput, LinearState
-from attnzoo.contract.validation import check_shape
+from attnzoo.contract.validation import check_is_log_decay, check_shape
 from attnzoo.ops.gated.common import (
     attend_at_slots,
     check_gated,
@@ -24,7 +24,6 @@ from attnzoo.ops.linear.common import (
     StepGate,
 )
 from attnzoo.ops.linear.context_parallel import state_from_earlier_ranks
-from attnzoo.ops.linear.validation import check_is_log_decay
 from attnzoo.runtime.kernel_calls import state_dtype, widen
 
 

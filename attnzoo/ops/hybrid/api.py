@@ -41,6 +41,7 @@ from attnzoo.contract.validation import (
     STATE_DTYPES,
     check_broadcastable,
     check_dtype,
+    check_log_decay,
     check_qkv,
     check_sequences,
     check_shape,
@@ -78,7 +79,6 @@ from attnzoo.ops.hybrid.triton.run import (
 )
 from attnzoo.ops.linear.common import check_feature_map
 from attnzoo.ops.linear.cpu.linear import cpp_reasons
-from attnzoo.ops.linear.validation import check_log_decay
 from attnzoo.ops.window.causal_window import attend_torch
 from attnzoo.ops.window.cpu.band import band_cpp_reasons
 

@@ -31,16 +31,22 @@ from attnzoo.contract.implementation import (
 )
 from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import AttentionOutput, LinearState, run_on_slots
-from attnzoo.contract.validation import check_qkv, check_sequences, check_shard, check_size
+from attnzoo.contract.validation import (
+    check_log_decay,
+    check_qkv,
+    check_sequences,
+    check_shard,
+    check_size,
+)
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.features.functional import MapWeights, num_features
 from attnzoo.ops.linear.common import (
     LinearInputs,
     check_feature_map,
+    check_state,
     like_features,
     map_inputs,
     on_rows,
-    widen_shared,
 )
 from attnzoo.ops.linear.context_parallel import state_from_earlier_ranks
 from attnzoo.ops.linear.cpu.linear import cpp_reasons, fuses_map, run_cpp
@@ -49,11 +55,7 @@ from attnzoo.ops.linear.reference import run_reference
 from attnzoo.ops.linear.torch import run_torch, step
 from attnzoo.ops.linear.triton.run import run_step_triton, run_triton, triton_reasons
 from attnzoo.ops.linear.triton.verdicts import kernel_verdict
-from attnzoo.ops.linear.validation import (
-    check_log_decay,
-    check_state,
-)
-from attnzoo.runtime.kernel_calls import autocast_disabled, state_dtype
+from attnzoo.runtime.kernel_calls import autocast_disabled, state_dtype, widen
 
 
 def linear_attention(
@@ -177,7 +179,8 @@ def run_linear_attention(
     if x.log_decay is not None:
         features = num_features(x.k, x.feature_map, x.map_weights)
         check_log_decay(x.log_decay, (*x.k.shape[:3], features), x.q.device, x.causal)
-        x = x._replace(log_decay=widen_shared(x.log_decay))
+        if x.log_decay.dim() == 1:  # its gradient sums all tokens
+            x = x._replace(log_decay=widen(x.log_decay))
     if x.state is not None:
         x = _with_checked_state(x)
     if shard is not None:

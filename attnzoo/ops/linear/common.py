@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from attnzoo.contract.sequences import Sequences
-from attnzoo.contract.states import LinearState
-from attnzoo.contract.validation import check_shape, empty_output
+from attnzoo.contract.states import LinearState, MatrixState, StabilizedState
+from attnzoo.contract.validation import check_shape, check_state_field, empty_output
 from attnzoo.errors import UnsupportedError, did_you_mean
 from attnzoo.ops.features.functional import (
     LEARNED,
@@ -22,7 +22,7 @@ from attnzoo.ops.features.functional import (
     map_features,
     num_features,
 )
-from attnzoo.runtime.kernel_calls import autocast_disabled, state_dtype, widen
+from attnzoo.runtime.kernel_calls import autocast_disabled, state_dtype
 
 CHUNK_SIZE = 64  # tokens per chunk, unless the call sets it
 
@@ -128,9 +128,29 @@ def log_decay_per_token(log_decay: Tensor, k: Tensor) -> Tensor:
     return log_decay if log_decay.dim() == 4 else log_decay.unsqueeze(3)
 
 
-def widen_shared(log_decay: Tensor) -> Tensor:
-    """Return log decays, those per head at least float32: their gradient sums all tokens."""
-    return widen(log_decay) if log_decay.dim() == 1 else log_decay
+AnyState = LinearState | StabilizedState | MatrixState
+
+
+def check_state(
+    kind: type[AnyState], state: AnyState, k: Tensor, v: Tensor, batch: int | None = None
+) -> None:
+    """Raise ``UnsupportedError`` if a state is not of a kind, or does not fit keys and values.
+
+    ``batch`` is the number of states, if it is not that of rows.
+    """
+    if len(state) != len(kind._fields):
+        raise UnsupportedError(
+            f"state must be a {kind.__name__} of {', '.join(kind._fields)}, got "
+            f"{type(state).__name__} of length {len(state)}; pass the state that the same op "
+            "returned."
+        )
+    rows, heads, _, size = k.shape
+    batch = rows if batch is None else batch
+    shape = (batch, heads, size, v.shape[3])
+    check_state_field("state.kv", state[0], shape, k.device)
+    check_state_field("state.k", state[1], shape if kind is MatrixState else shape[:3], k.device)
+    if len(state) == 3:
+        check_state_field("state.m", state[2], shape[:2], k.device)
 
 
 # -- feature maps that implementations apply -------------------------------------------------------

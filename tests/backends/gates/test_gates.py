@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnzoo.backends.gates.base import GATES, get_gate
-from attnzoo.backends.gates.decays import alibi_log_decay
+from attnzoo.backends.gates.decays import GATES, alibi_log_decay, get_gate
 from attnzoo.contract.config import BackendConfig
 from tests.helpers import geometry, hidden_states, qkv
 

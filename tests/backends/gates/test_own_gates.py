@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import attnzoo
-from attnzoo.backends.gates import base
-from attnzoo.backends.gates.base import GATES, Decay, Gate
+from attnzoo.backends.gates import decays
+from attnzoo.backends.gates.decays import GATES, Decay, Gate
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.delta.api import delta_attention
 from attnzoo.testing import ConformanceError, check_backend
@@ -52,7 +52,7 @@ class Channels(Gate):
 @pytest.fixture
 def own_gate(monkeypatch):
     """Register a gate as ``"own"`` for one test."""
-    monkeypatch.setattr(base, "GATES", dict(GATES))
+    monkeypatch.setattr(decays, "GATES", dict(GATES))
     return attnzoo.register_gate("own")
 
 

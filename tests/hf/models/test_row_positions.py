@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 import attnzoo
 from attnzoo.backends.feature_maps.base import FEATURE_MAPS
-from attnzoo.backends.gates.base import GATES
+from attnzoo.backends.gates.decays import GATES
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf import seam
 from attnzoo.hf.models.row_positions import PositionHook, documents_of

@@ -108,7 +108,8 @@ def cpp_reasons(x: DeltaInputs) -> list[str]:
 
 def run_step_cpp(x: DeltaInputs) -> Result:
     """Run the kernel of one token; with gradients, that of a sequence."""
-    if _is_step(x):
+    is_step = x.k.shape[2] == 1 and type(x.v) is Tensor
+    if is_step and is_plain_call(x.q, x.k, x.v, x.beta, x.log_decay, *(x.state or ())):
         return _run_step(x)
     return run_on_slots(x, run_cpp)
 
@@ -130,13 +131,6 @@ def run_cpp(x: DeltaInputs) -> Result:
     return out, DeltaState(state) if x.return_state else None
 
 
-def _is_step(x: DeltaInputs) -> bool:
-    """Return whether :func:`_run_step` computes a call: one token, and no gradients."""
-    if x.k.shape[2] != 1 or type(x.v) is not Tensor:
-        return False
-    return is_plain_call(x.q, x.k, x.v, x.beta, x.log_decay, *(x.state or ()))
-
-
 def _run_step(x: DeltaInputs) -> Result:
     """Run the kernel on one token, in the place of the state if ``x.reuse_state``.
 
@@ -145,7 +139,8 @@ def _run_step(x: DeltaInputs) -> Result:
     Raises:
         UnsupportedError: A slot is no row of the pool.
     """
-    given, slots = x.first_state().kv, x.slots
+    assert x.state is not None  # of a step
+    given, slots = x.state.kv, x.slots
     (kv,) = with_contiguous_states(given)
     in_place = x.reuse_state and kv is given
     if not in_place:  # the next state has the stride of the one before
@@ -177,7 +172,7 @@ def _run_step(x: DeltaInputs) -> Result:
         *(kv.data_ptr(), out.data_ptr(), last.data_ptr()),
         None if slots is None else slots.data_ptr(),
     )
-    if getattr(cpp.load(DELTA), f"delta_step_{TYPE_NAMES[x.state_dtype]}")(task):
+    if getattr(cpp.load(DELTA), f"delta_step_{TYPE_NAMES[dtype]}")(task):
         refuse_slots(slots, states)
     return out.to(x.v.dtype), DeltaState(last)
 
@@ -205,7 +200,7 @@ class _Arguments:
         chunk_size: int,
     ) -> None:
         dtype, self.sizes = state_dtype(q, k, v), (k.shape[3], v.shape[3])
-        self.q, self.k, self.v = (pad_to_simd(x.to(dtype)) for x in (q, k, v))
+        self.q, self.k, self.v = map(pad_to_simd, (q.to(dtype), k.to(dtype), v.to(dtype)))
         self.beta = beta.to(dtype)
         self.log_decay = self.k.new_empty(*self.k.shape[:3], 0)
         if log_decay is not None:
@@ -215,21 +210,22 @@ class _Arguments:
         batch, heads, tokens, size = self.k.shape
         sequences, self.is_full = batch, True
         if starts is not None and lengths is not None:
-            starts, lengths = (x.to(torch.int64).contiguous() for x in (starts, lengths))
+            starts, lengths = starts.to(torch.int64), lengths.to(torch.int64)
+            starts, lengths = starts.contiguous(), lengths.contiguous()
             sequences, self.is_full = len(starts), int(lengths.sum()) == tokens
         self.sequences = starts, lengths, longest
         self.state_shape = sequences, heads, size, self.v.shape[3]
         self.state = self.pad_state(state)
+        steps, addresses = _views(*read)
         self.task = _Task(
             *(torch.get_num_threads(), batch, heads, q.shape[1] // heads, tokens, size),
             *(self.v.shape[3], sequences, longest, panel, chunk_size, self.log_decay.shape[3]),
-            *(_steps(x) for x in read),
-            _steps(self.q),  # replaced by those of out
-            scale,
-            *(_pointer(x) for x in (*read, self.state)),
-            starts=_pointer(starts),
-            lengths=_pointer(lengths),
+            *(*steps, steps[0]),  # the last are replaced by those of out
+            *(scale, *addresses),
+            None if self.state is None else self.state.data_ptr(),
         )
+        if starts is not None and lengths is not None:
+            self.task.starts, self.task.lengths = starts.data_ptr(), lengths.data_ptr()
         self.functions = cpp.load(DELTA), TYPE_NAMES[dtype]
 
     def pad_state(self, state: Tensor | None) -> Tensor | None:
@@ -282,7 +278,7 @@ def _forward(
     last = x.q.new_empty(x.state_shape if return_state else 0)
     spans = (k.shape[2] - 1) // SPAN if keep else 0
     kept = empty_huge_pages(x.q, (k.shape[0], spans, *x.state_shape[1:]))
-    x.task.out, x.task.out_steps = out.data_ptr(), _steps(out)
+    (x.task.out_steps,), (x.task.out,) = _views(out)
     x.task.last_state = last.data_ptr() if return_state else None
     x.task.kept = kept.data_ptr() if spans else None
     x.run("forward")
@@ -309,8 +305,10 @@ def _backward(
     shared = [(*x.q.shape,), (*x.k.shape,), (*k.shape[:3], 1), (*x.log_decay.shape,)]
     dq, dk, d_beta, d_log = (x.empty(panels, *shape) for shape in shared)
     dv, d_state = x.empty(*x.v.shape), None if x.state is None else torch.empty_like(x.state)
-    pointers = (d_out, d_last, dq, dk, d_beta, d_log, dv, d_state)
-    x.run("backward", _Gradients(_steps(d_out), *(_pointer(t) for t in pointers)))
+    steps, addresses = _views(d_out, dq, dk, d_beta, d_log, dv)
+    of_states = [None if t is None else t.data_ptr() for t in (d_last, d_state)]
+    addresses = [addresses[0], of_states[0], *addresses[1:], of_states[1]]
+    x.run("backward", _Gradients(steps[0], *addresses))
     dq, dk, d_beta, d_log = (t[0] if panels == 1 else t.sum(0) for t in (dq, dk, d_beta, d_log))
     keys, values = x.sizes
     return [
@@ -334,17 +332,19 @@ def _panel(k: Tensor, v: Tensor, pieces: int, lengths: Tensor | None = None) -> 
     if lengths is not None:  # of the longest sequence: as many keep as many threads busy
         rows = int(lengths.sum()) // max(int(lengths.max()), 1)
     heads = rows * k.shape[1]
-    fitting = (x for x in PANELS if heads * -(-columns // x) >= pieces)
-    return next(fitting, PANELS[-1])
+    for panel in PANELS:
+        if heads * -(-columns // panel) >= pieces:
+            return panel
+    return PANELS[-1]
 
 
-def _steps(x: Tensor) -> Any:
-    """Return the strides of batch, heads and tokens."""
-    return (ctypes.c_int64 * 3)(*x.stride()[:3])
-
-
-def _pointer(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
+def _views(*tensors: Tensor) -> tuple[list[Any], list[Any]]:
+    """Return the strides of batch, heads and tokens of each tensor, and the addresses."""
+    steps, addresses = [], []
+    for x in tensors:
+        steps.append((ctypes.c_int64 * 3)(*x.stride()[:3]))
+        addresses.append(x.data_ptr())
+    return steps, addresses
 
 
 def _unpad_state(state: Tensor, sizes: tuple[int, int]) -> Tensor:
