@@ -13,11 +13,11 @@ from attnzoo.hf import seam
 # Of the package, not any file below a folder of that name: a clone may be called attnzoo too.
 OWN_FILES = str(Path(attnzoo.__file__).parent / "_")[:-1]
 PATHS = {  # backend and options; most files and calls of a prompt, and of a token after it
-    "hybrid": ("linear", {"window": 32, "feature_map": "hedgehog"}, (21, 105), (12, 58)),
-    "linear": ("linear", {}, (16, 66), (13, 52)),
-    "delta": ("delta", {}, (23, 122), (21, 75)),
-    "block_sparse": ("block_sparse", {}, (20, 104), (15, 70)),
-    "flash": ("flash", {"window": 32}, (18, 66), (15, 59)),
+    "hybrid": ("linear", {"window": 32, "feature_map": "hedgehog"}, (14, 99), (11, 55)),
+    "linear": ("linear", {}, (10, 61), (11, 49)),
+    "delta": ("delta", {}, (14, 77), (12, 58)),
+    "block_sparse": ("block_sparse", {}, (13, 100), (11, 67)),
+    "flash": ("flash", {"window": 32}, (13, 64), (12, 55)),
 }
 
 

@@ -26,8 +26,8 @@ from attnzoo.ops.block_sparse.options import (
     SelectionOptions,
     SparseCall,
     SparseOptions,
+    selection_reasons,
 )
-from attnzoo.ops.block_sparse.validation import selection_reasons
 from attnzoo.ops.flash.api import flash_attention
 
 UNTRAINED = (

@@ -25,13 +25,8 @@ from attnzoo.contract.states import AttentionOutput
 from attnzoo.contract.validation import check_lengths, empty_output
 from attnzoo.ops.block_sparse.cpu.block_sparse import best_blocks, cpp_reasons
 from attnzoo.ops.block_sparse.custom_ops import CPP, TORCH, TRITON, SparseOperators, triton_step
+from attnzoo.ops.block_sparse.gather import attend_step as torch_step
 from attnzoo.ops.block_sparse.index_keys import add_index, pack_queries
-from attnzoo.ops.block_sparse.layout import (
-    add_token,
-    align_rows,
-    new_state,
-    restore_order,
-)
 from attnzoo.ops.block_sparse.options import (
     BlockSparseState,
     IndexTensors,
@@ -39,21 +34,24 @@ from attnzoo.ops.block_sparse.options import (
     SparseCall,
     SparseOptions,
     SparseStep,
+    check_index,
+    check_inputs,
+    check_options,
+    check_state,
 )
 from attnzoo.ops.block_sparse.reference import reference_attention
-from attnzoo.ops.block_sparse.step import attend_step as torch_step
+from attnzoo.ops.block_sparse.selection import (
+    add_token,
+    align_rows,
+    new_state,
+    restore_order,
+)
 from attnzoo.ops.block_sparse.triton.run import (
     selection_reason,
     sorting_reason,
     summarize,
     triton_reasons,
     triton_verdict,
-)
-from attnzoo.ops.block_sparse.validation import (
-    check_index,
-    check_inputs,
-    check_options,
-    check_state,
 )
 from attnzoo.runtime.cpp import prebuilt
 

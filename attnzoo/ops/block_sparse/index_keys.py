@@ -17,14 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.contract.padding import gather_tokens
-from attnzoo.ops.block_sparse.layout import align_tokens
 from attnzoo.ops.block_sparse.options import (
     BlockSparseState,
     IndexTensors,
     SparseCall,
     SparseOptions,
 )
-from attnzoo.ops.block_sparse.selection import MEAN, summarize
+from attnzoo.ops.block_sparse.selection import MEAN, align_tokens, summarize
 
 
 def pack_queries(index: IndexTensors) -> Tensor:

@@ -23,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.padding import gather_tokens
 from attnzoo.ops.block_sparse.index_keys import add_index
-from attnzoo.ops.block_sparse.layout import align_rows
 from attnzoo.ops.block_sparse.options import (
     IndexTensors,
     SelectionOptions,
@@ -32,6 +31,7 @@ from attnzoo.ops.block_sparse.options import (
 )
 from attnzoo.ops.block_sparse.selection import (
     Candidates,
+    align_rows,
     candidates,
     first_positions,
     index_scores,

@@ -19,7 +19,6 @@ from attnzoo.contract.states import AttentionOutput
 from attnzoo.contract.validation import check_qkv, empty_output, is_empty_call
 from attnzoo.ops.flash import varlen
 from attnzoo.ops.flash.call import FlashCall as FlashCall
-from attnzoo.ops.flash.cpu import cpp_reasons, run_cpp, skip_cpp
 from attnzoo.ops.flash.sdpa import kernel_name, run_sdpa
 from attnzoo.ops.flash.varlen import extra_keys_reasons as extra_keys_reasons
 from attnzoo.ops.flash.varlen import kernel_window as kernel_window
@@ -34,13 +33,82 @@ from attnzoo.ops.flash.varlen_kernel import attend_sequences as attend_sequences
 from attnzoo.ops.flash.varlen_kernel import sequences as sequences
 from attnzoo.ops.flash.varlen_verdicts import varlen_verdict as varlen_verdict
 from attnzoo.ops.flash.xformers import auto_reasons, run_xformers, xformers_reasons
+from attnzoo.ops.window.cpu.band import band_attention_cpp, band_cpp_reasons
 from attnzoo.runtime.cpp import prebuilt
+from attnzoo.runtime.kernel_calls import is_transformed
+
+FEW_QUERIES = 8  # with a window; the kernel computes 32 queries at a time
+FEW_QUERIES_OF_ALL_KEYS = 63  # without a window
+# Multiply-adds, B H T S (D + E), from which on PyTorch's kernels were never faster on AVX-512
+MIN_CAUSAL_PRODUCTS = 2**24  # 128 tokens with 8 heads of 64
+MIN_MASKED_PRODUCTS = 2**25  # bidirectional, with padding or segments
+EXPORTING = "the choice would fix the lengths that the exported program accepts"
 
 
 def _kernel_note(call: FlashCall) -> str:
     """Return the kernel that torch selects on a GPU."""
     on_gpu = call.q.device.type == "cuda" and not torch.compiler.is_compiling()
     return kernel_name(call) if on_gpu else ""
+
+
+def skip_cpp(x: FlashCall) -> list[str]:
+    """Return why ``impl="auto"`` does not consider the kernel for this call."""
+    queries, exporting = x.q.shape[2], torch.compiler.is_exporting()
+    few = FEW_QUERIES_OF_ALL_KEYS if x.mask.window is None else FEW_QUERIES
+    if not exporting and queries <= few:  # comparing would fix the lengths that a program accepts
+        return [f"there are {queries} queries, and it computes many at a time"]
+    if is_transformed():
+        return ["forward-mode differentiation or a transform of torch.func is active"]
+    if exporting:
+        return [EXPORTING] if x.mask.window is None else []
+    if x.mask.window is None:
+        return _skip_all_keys(x)
+    return []
+
+
+def _skip_all_keys(x: FlashCall) -> list[str]:
+    """Return why PyTorch's kernels are as fast, or support more, without a window."""
+    mask = x.mask
+    if not mask.causal and mask.is_plain:
+        return ["without causality or a mask PyTorch's kernels are as fast"]
+    batch, heads, queries, size = x.q.shape
+    products = batch * heads * queries * x.k.shape[2] * (size + x.v.shape[3])
+    least = MIN_CAUSAL_PRODUCTS if mask.causal else MIN_MASKED_PRODUCTS
+    if x.q.dtype in (torch.bfloat16, torch.float16) and _has_amx():
+        return [f"this CPU multiplies matrices in {x.q.dtype}, which PyTorch's kernels use"]
+    if products < least:
+        return ["the call is small, and PyTorch's kernels start faster"]
+    if not _has_avx512():
+        return ["without a window it is faster on CPUs with AVX-512 only"]
+    if not torch.backends.cuda.flash_sdp_enabled():
+        return ["torch.nn.attention.sdpa_kernel excludes flash kernels"]
+    return []
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_avx512() -> bool:
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_amx() -> bool:
+    return torch.cpu._is_amx_tile_supported()
+
+
+def cpp_reasons(x: FlashCall) -> list[str]:
+    """Return every reason why the kernel does not support this call."""
+    mask = x.mask
+    reasons = band_cpp_reasons()
+    reasons += x.band_kernel_reasons()
+    if mask.num_sinks and mask.segment_ids is not None:
+        reasons.append("the first tokens of each of several segments are attended to")
+    return reasons
+
+
+def run_cpp(x: FlashCall) -> Tensor:
+    """Compute a call with a sliding window, or with all keys."""
+    assert isinstance(x.mask.q_offset, int)
+    return band_attention_cpp(x.q, x.k, x.v, x.band_options(), x.mask.q_offset)[0].to(x.v.dtype)
 
 
 register_implementation(

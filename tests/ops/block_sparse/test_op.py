@@ -255,7 +255,7 @@ def test_calls_from_a_state_equal_one_pass(selection):
 
 
 def test_a_long_decode_merges_its_recent_keys(monkeypatch):
-    monkeypatch.setattr("attnzoo.ops.block_sparse.layout.MAX_RECENT", 5)
+    monkeypatch.setattr("attnzoo.ops.block_sparse.selection.MAX_RECENT", 5)
     inputs = qkv(40)
     whole = block_sparse_attention(*inputs, mask=AttentionMask(causal=True), **SIZES[0]).out
     ours, state = run_in_pieces(inputs, tuple(range(7, 40)), **SIZES[0])

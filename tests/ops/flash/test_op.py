@@ -7,7 +7,7 @@ import torch
 
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
-from attnzoo.ops.flash import cpu as flash_cpp
+from attnzoo.ops.flash import api as flash_cpp
 from attnzoo.ops.flash import sdpa as flash_sdpa
 from attnzoo.ops.flash import xformers as flash_xformers
 from attnzoo.ops.flash.api import flash_attention

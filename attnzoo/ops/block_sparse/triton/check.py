@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.ops.block_sparse.custom_ops import TORCH, TRITON, triton_step
+from attnzoo.ops.block_sparse.gather import attend_step as torch_step
 from attnzoo.ops.block_sparse.options import (
     BlockSparseState,
     SelectionOptions,
@@ -42,7 +43,6 @@ from attnzoo.ops.block_sparse.selection import (
     select_blocks,
     summarize,
 )
-from attnzoo.ops.block_sparse.step import attend_step as torch_step
 from attnzoo.ops.block_sparse.triton.run import select
 from attnzoo.ops.linear.triton.check import (
     compute_twice,
