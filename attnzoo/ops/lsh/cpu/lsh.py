@@ -112,21 +112,23 @@ class CppTensors:
     def __init__(self, item: WorkItem, inputs: LSHInputs) -> None:
         assert inputs.bias is None
         options, level, seed = inputs.options, item.level, tuple(inputs.seed.tolist())
-        q, k, v = (
-            item.gather(x, queries).contiguous()
-            for x, queries in ((inputs.q, QUERIES), (inputs.k, KEYS), (inputs.v, KEYS))
-        )
+        q = item.gather(inputs.q, QUERIES).contiguous()
+        k = item.gather(inputs.k, KEYS).contiguous()
+        v = item.gather(inputs.v, KEYS).contiguous()
         hashed = HashRounds(q.float(), k[:, 0].float(), options, level, seed, best_pivots)
         self.type_name = TYPE_NAMES[q.dtype]
         self.key_size, self.value_size = q.shape[3], v.shape[3]
-        self.qkv = [pad_to_simd(x.flatten(0, 2)).contiguous() for x in (q, k, v)]
-        names = [name for name, _ in _HashRound._fields_]
-        rounds = [_HashRound(*(getattr(x, n).data_ptr() for n in names)) for x in hashed.rounds]
+        self.qkv = []
+        for x in (q, k, v):
+            self.qkv.append(pad_to_simd(x.flatten(0, 2)).contiguous())
+        rounds = []
+        for found in hashed.rounds:
+            rounds.append(_HashRound())
+            for name, _ in _HashRound._fields_:
+                setattr(rounds[-1], name, getattr(found, name).data_ptr())
         windows = [window_ranks(hashed)] if rounds and not options.causal else []
-        rounds += [
-            _HashRound(key_ranks=ranks.data_ptr(), centers=centers.data_ptr())
-            for ranks, centers in windows
-        ]
+        for ranks, centers in windows:
+            rounds.append(_HashRound(key_ranks=ranks.data_ptr(), centers=centers.data_ptr()))
         self.referenced = hashed.rounds, windows  # keeps the tensors behind data_ptr alive
         before = options.window - options.causal if level.pivot_keys else level.keys
         block_keys = min(2 * options.chunk_size, level.keys)
@@ -172,5 +174,7 @@ class CppTensors:
 
     def _run(self, direction: str, tensors: list[Tensor | None]) -> None:
         function = getattr(cpp.load(LSH), f"lsh_{direction}_{self.type_name}")
-        pointers = _Tensors(*(None if x is None else x.data_ptr() for x in tensors))
+        pointers = _Tensors()
+        for (name, _), x in zip(_Tensors._fields_, tensors, strict=False):
+            setattr(pointers, name, None if x is None else x.data_ptr())
         function(self.task, pointers)
