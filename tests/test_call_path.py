@@ -19,8 +19,8 @@ PATHS = {  # backend and options; most files and calls of a prompt, and of a tok
     "block_sparse": ("block_sparse", {}, (13, 100), (11, 67)),
     "flash": ("flash", {"window": 32}, (13, 64), (12, 55)),
     "gated window": ("gated_linear", {"window": 32}, (18, 120), (15, 64)),
-    "performer": ("performer", {}, (13, 76), (14, 66)),
-    "reformer": ("reformer", {}, (14, 139), (9, 41)),
+    "performer": ("performer", {}, (13, 75), (14, 65)),
+    "reformer": ("reformer", {}, (14, 139), (10, 41)),
 }
 
 

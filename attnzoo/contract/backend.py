@@ -14,9 +14,9 @@ from attnzoo.contract.by_sequence import attend_to_sequences, unpack_and_attend
 from attnzoo.contract.capabilities import Capabilities, check_declarations
 from attnzoo.contract.config import BackendConfig, Geometry
 from attnzoo.contract.context_parallel import SequenceShard
-from attnzoo.contract.empty import attend_to_nothing
 from attnzoo.contract.inputs import (
     AttentionInputs,
+    attend_to_nothing,
     context_parallel_reasons,
     drop_keys,
     sequence_reasons,

@@ -29,9 +29,8 @@ from attnzoo.errors import UnsupportedError
 from attnzoo.hf import seam
 from attnzoo.hf.attention.continuous_batching import paged_attention
 from attnzoo.hf.attention.packing import Packing, add_packing
-from attnzoo.hf.cache.past_keys import state_of_keys
 from attnzoo.hf.cache.past_padding import UNLIMITED, PastPadding, update_past_padding
-from attnzoo.hf.cache.state_layer import RecordedCall, StateLayer, state_layer
+from attnzoo.hf.cache.state_layer import RecordedCall, StateLayer, state_layer, state_of_keys
 from attnzoo.hf.context_parallel import refuse_torch_context_parallel
 from attnzoo.hf.layers import is_causal as layer_is_causal
 from attnzoo.hf.layers import position_bias_is_zero

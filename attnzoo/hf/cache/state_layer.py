@@ -22,9 +22,9 @@ from transformers.cache_utils import (
 )
 
 from attnzoo.contract.backend import AttentionBackend
+from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf import seam
-from attnzoo.hf.cache.past_keys import refuse_export, refuse_unreadable
 from attnzoo.hf.cache.past_padding import PastPadding
 from attnzoo.hf.mixins import Mixin, subclass
 from attnzoo.hf.unchanged import reset_on_error
@@ -79,32 +79,14 @@ class RecordedCall(NamedTuple):
     replay: Callable[[State, int], State]  # (state before the call, number of tokens) -> state
 
 
-class RecordsCalls:
-    """The calls of a layer since the last ``crop``, and the state before them.
-
-    A recorded call holds its backend, which a cache does not contain, so a pickle leaves the calls
-    out: after unpickling, the state of that time is the one before the next recorded call.
-    """
-
-    _recorded: list[RecordedCall]
-    _state_before_recorded: State | None
-
-    def _clear_recorded(self) -> None:
-        self._recorded, self._state_before_recorded = [], None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a pickle contains."""
-        return vars(self) | {"_recorded": [], "_state_before_recorded": None}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return a copy, which keeps the calls."""
-        memo[id(self)] = new = object.__new__(type(self))
-        vars(new).update(copy.deepcopy(vars(self), memo))
-        return new
-
-
-class StateLayer(RecordsCalls, CacheLayerMixin):
+class StateLayer(CacheLayerMixin):
     """Stores a backend's state between decoding steps, instead of keys and values.
+
+    Another kind of layer is a subclass. It overrides :meth:`store`, which keeps the state after a
+    call, and :meth:`readable_state`, from which the backend continues; and where it has other
+    tensors than ``state``, :meth:`map_rows` (beams), :meth:`crop` and :meth:`reset`. Memory is that
+    of all tensors among its attributes, which a pickle saves; it leaves out the recorded calls,
+    which hold backends: the state before them is then the one before the next recorded call.
 
     Args:
         owner: The backend that computes the state; another backend cannot continue from it.
@@ -127,7 +109,8 @@ class StateLayer(RecordsCalls, CacheLayerMixin):
         self.unread: tuple[Tensor, Tensor] | None = None  # keys and values of the stock layer
         self.update_pending = False  # whether a swapped layer is about to call update
         self.record_past = False
-        self._recorded, self._state_before_recorded = [], None
+        self._recorded: list[RecordedCall] = []  # since the last crop
+        self._state_before_recorded: State | None = None
 
     # -- called by the attention layer -----------------------------------------------------------
 
@@ -247,7 +230,8 @@ class StateLayer(RecordsCalls, CacheLayerMixin):
     def prefetch(self) -> None:
         """Do nothing, as :meth:`offload`."""
 
-    def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+    def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Change the rows of all tensors, as in beam search."""
         self._clear_recorded()
         if self.past_padding is not None:
             self.past_padding = self.past_padding.map_rows(change)
@@ -257,17 +241,30 @@ class StateLayer(RecordsCalls, CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Select rows for beam search: row i becomes row ``beam_idx[i]``."""
-        self._map_rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
+        self.map_rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row."""
-        self._map_rows(lambda x: x.repeat_interleave(repeats, dim=0))
+        self.map_rows(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Select rows."""
-        self._map_rows(lambda x: x[indices])
+        self.map_rows(lambda x: x[indices])
 
     # -- removing tokens (assisted decoding) -----------------------------------------------------
+
+    def _clear_recorded(self) -> None:
+        self._recorded, self._state_before_recorded = [], None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a pickle contains."""
+        return vars(self) | {"_recorded": [], "_state_before_recorded": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a copy, which keeps the recorded calls."""
+        memo[id(self)] = new = object.__new__(type(self))
+        vars(new).update(copy.deepcopy(vars(self), memo))
+        return new
 
     def activate_past_recording(self) -> None:
         """Record the inputs of each call until the next :meth:`crop`."""
@@ -492,10 +489,15 @@ def _new_state_layer(layer: Any, backend: AttentionBackend) -> StateLayer:
     window = getattr(layer, "sliding_window", None)
     has_keys = getattr(layer, "keys", None) is not None
     if has_keys and torch.compiler.is_exporting():
-        refuse_export(backend.geometry.name, backend.name)
+        raise UnsupportedError(
+            f"{backend.geometry.name}: torch.export cannot trace a cache that backend "
+            f"{backend.name!r} fills with a state. Export decoding with transformers' "
+            "TorchExportableModuleForDecoderOnlyLM, whose cache holds the state from the start, or "
+            "export the model with use_cache=False"
+        )
     length = int(layer.get_seq_length()) if has_keys else 0
     if length > 0:
-        refuse_unreadable(layer, length, backend)
+        _refuse_unreadable(layer, length, backend)
         made = StateLayer(backend, window)
         made.lazy_initialization(layer.keys, layer.values)
         made.add_length(length)
@@ -506,3 +508,93 @@ def _new_state_layer(layer: Any, backend: AttentionBackend) -> StateLayer:
     if layer.is_sliding:
         window = layer.max_cache_len
     return StaticStateLayer(backend, layer.max_cache_len, window)
+
+
+# -- from keys and values, which a prefix trains or a prompt before the swap computed --------------
+
+
+def mark_virtual_tokens(cache: Any) -> None:
+    """Record that a stock cache holds virtual tokens, whose keys and values a prefix trains."""
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    if isinstance(cache, Cache):
+        for layer in cache.layers:
+            vars(layer)["virtual_tokens"] = True
+
+
+def _refuse_unreadable(layer: Any, length: int, backend: AttentionBackend) -> None:
+    """Raise if a backend cannot read the keys and values of a stock cache layer.
+
+    Args:
+        layer: The layer, which holds tokens.
+        length: Their number.
+        backend: The backend, or PEFT's wrapper around it.
+
+    Raises:
+        UnsupportedError: The message gives the reason.
+    """
+    keys: Any = layer.keys
+    virtual = hasattr(layer, "virtual_tokens")
+    can = backend.capabilities
+    if can.needs_hidden_states and not virtual:
+        what = can.from_hidden_states
+        reason = f"it computes {what} from hidden states, which the cache does not hold"
+    elif not can.state_from_keys:
+        reason = "its state is not a sum over keys and values"
+    elif type(layer) is not DynamicLayer or keys.shape[2] != length:
+        reason = f"a {type(layer).__name__} does not hold all of them as plain tensors"
+    else:
+        return
+    raise UnsupportedError(
+        f"{backend.geometry.name}: the cache already holds {length} tokens as keys and values "
+        f"({'virtual tokens of a prefix' if virtual else 'a prompt from before the swap'}), from "
+        f"which backend {backend.name!r} cannot continue: {reason}. Start with an empty cache"
+    )
+
+
+def state_of_keys(
+    backend: AttentionBackend,
+    keys: Tensor,
+    values: Tensor,
+    mask: AttentionMask,
+    scale: float | None,
+) -> Any:
+    """Return the state after the tokens of a stock cache layer.
+
+    Gates are computed from hidden states, which the cache does not hold: those of a prompt are
+    lost, and a prefix has none, so its gates are those of hidden states of zero.
+
+    Args:
+        backend: The backend, whose state depends on keys and values, and on gates.
+        keys: ``[B, Hkv, S, D]``.
+        values: ``[B, Hkv, S, E]``.
+        mask: The mask of a call with new tokens after these.
+        scale: Multiplies query-key products; ``None`` means the layer's own.
+
+    Raises:
+        UnsupportedError: The padding of these tokens is unknown.
+    """
+    padding, length = mask.padding, keys.shape[2]
+    if padding is not None:
+        if int(mask.q_offset) != length:
+            raise UnsupportedError(
+                f"the cache holds {length} tokens, but attention_mask covers {int(mask.q_offset)} "
+                "tokens before the new ones; pass a mask over all tokens so far"
+            )
+        padding = padding[:, :length]
+    queries = keys.new_zeros(keys.shape[0], backend.geometry.num_heads, *keys.shape[2:])
+    hidden = None
+    if backend.capabilities.needs_hidden_states:
+        size = backend.geometry.hidden_size
+        assert size is not None  # a layer without one was refused when it was built
+        hidden = keys.new_zeros(keys.shape[0], length, size)
+    output = backend(
+        queries,
+        keys,
+        values,
+        mask=AttentionMask(causal=True, padding=padding, window=mask.window),
+        scale=scale,
+        hidden_states=hidden,
+        return_state=True,
+    )
+    return output.state

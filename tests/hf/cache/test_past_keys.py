@@ -9,7 +9,7 @@ import attnzoo
 from attnzoo.contract.config import Geometry
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
-from attnzoo.hf.cache.past_keys import state_of_keys
+from attnzoo.hf.cache.state_layer import state_of_keys
 from attnzoo.hf.seam import cache_argument
 from attnzoo.registry import build_backend
 
