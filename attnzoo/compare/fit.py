@@ -28,7 +28,7 @@ class Curve:
         ms: Milliseconds per row of the fastest round.
         memory: Bytes per row: of the cache in decoding, else the peak.
         spread: Longest minus shortest round, divided by the median.
-        missing: Why a length has no cost.
+        missing: Status of a length without a cost.
         gain: Logarithm of the baseline's time divided by this one's, over alternating rounds.
     """
 
@@ -50,7 +50,7 @@ def make_curves(rows: Iterable[Row]) -> list[Curve]:
         )
         length, count = row["T"], row["B"]
         if row["status"] != OK:
-            curve.missing[length] = ": ".join(filter(None, [row["status"], row.get("reason")]))
+            curve.missing[length] = row["status"]
             continue
         curve.ms[length] = row["min_ms"] / count
         curve.spread[length] = row["spread"]

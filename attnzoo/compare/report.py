@@ -69,9 +69,7 @@ def cost_table(curves: Sequence[Curve], group: tuple[str, str, str]) -> Table:
             [
                 curve.attention,
                 *(
-                    significant(curve.ms[n])
-                    if n in curve.ms
-                    else curve.missing.get(n, NOT_RUN).split(":")[0]
+                    significant(curve.ms[n]) if n in curve.ms else curve.missing.get(n, NOT_RUN)
                     for n in lengths
                 ),
                 _percent(max(curve.spread.values(), default=None)),

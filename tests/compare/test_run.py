@@ -274,7 +274,9 @@ def test_longer_cases_are_not_tried_after_one_ran_out(llama, tmp_path, monkeypat
     status = {row["T"]: row["status"] for row in rows if row["attention"] == "flash"}
     assert status == {64: OK, 128: OUT_OF_MEMORY, 256: "not run"}
     ((_, (flash, _)),) = group_curves(rows).items()
-    assert flash.missing[256].startswith("not run: it already failed at 128 tokens")
+    assert flash.missing == {128: OUT_OF_MEMORY, 256: "not run"}
+    (skipped,) = (row for row in rows if row["status"] == "not run")
+    assert skipped["reason"] == "it already failed at 128 tokens"
 
 
 def test_a_file_of_another_version_is_refused(llama, tmp_path):
@@ -306,7 +308,10 @@ def test_a_broken_file_is_refused(llama, tmp_path, content, message):
 
 def test_fresh_moves_the_old_file(llama, in_process, tmp_path):
     (tmp_path / FILE).write_text("nonsense")
-    compare(compare_config(llama, tmp_path, lengths=[64], levels=["op"], quality=False, fresh=True))
+    config = compare_config(llama, tmp_path, lengths=[64], levels=["op"], fresh=True)
+    said = []
+    compare(config, log=said.append)
+    assert said == ["Quality is not measured: give --data a file in the model's language."]
     assert (tmp_path / "results.jsonl.old").read_text() == "nonsense"
     assert len(read(tmp_path / FILE)) == 2
 
