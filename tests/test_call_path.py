@@ -15,7 +15,7 @@ OWN_FILES = str(Path(attnzoo.__file__).parent / "_")[:-1]
 PATHS = {  # backend and options; most files and calls of a prompt, and of a token after it
     "hybrid": ("linear", {"window": 32, "feature_map": "hedgehog"}, (14, 99), (11, 55)),
     "linear": ("linear", {}, (10, 61), (11, 49)),
-    "delta": ("delta", {}, (14, 77), (12, 58)),
+    "delta": ("delta", {}, (14, 76), (12, 57)),
     "block_sparse": ("block_sparse", {}, (13, 100), (11, 67)),
     "flash": ("flash", {"window": 32}, (13, 64), (12, 55)),
     "gated window": ("gated_linear", {"window": 32}, (18, 120), (15, 64)),
