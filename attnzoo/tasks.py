@@ -1,7 +1,8 @@
-"""Recall tasks: small models with several attentions are trained on one and compared.
+"""Multi-query associative recall (arXiv:2312.04927): small models with several attentions compared.
 
-All have the same config and budget, and several seeds. The tasks are multi-query associative recall
-and duplication.
+All have the same config and budget, and several seeds. A row has pairs of a key and a value, and
+then the keys again, whose values are to be predicted. There are too many different rows to
+memorise, so held-out rows are drawn in the same way.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -31,7 +31,7 @@ from transformers import (
 )
 
 import attnzoo
-from attnzoo.errors import SpecError, did_you_mean
+from attnzoo.errors import SpecError
 from attnzoo.evaluation.models import spec_label
 from attnzoo.evaluation.presets import preset_specs
 from attnzoo.evaluation.results import FORMAT, Row, append, open_results
@@ -50,41 +50,15 @@ WARM_UP = 0.05  # fraction of the steps
 SMALLEST_ONLY = 0.3  # fraction of the steps with the smallest size only
 TEST_ROWS, TEST_BATCH = 256, 64
 IGNORED = -100  # label of positions without a target, as in cross-entropy
-KEYS = 32  # number of key tokens in associative recall, and of value tokens
-SYMBOLS = 62  # of duplication, besides a separator
-SEPARATOR = SYMBOLS
+KEYS = 32  # number of key tokens, and of value tokens
+TRAIN_SIZES = (4, 8, 16, 32)  # pairs of a row; small rows help to learn the large ones
+TEST_SIZES = (8, 16, 32)
+STEPS = 1200
+BATCH = 128  # rows per step of the smallest size; larger ones have as many tokens
 LabelledRows = tuple[Tensor, Tensor]  # tokens, and the token to predict after each or IGNORED
 
 
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """A generated task.
-
-    Attributes:
-        name: Name on the command line.
-        about: What the model predicts, and the source, in one line.
-        vocabulary: Number of tokens.
-        draw: Generates rows from their number, their size, and a generator. There are too many
-            different rows to memorise, so held-out rows are drawn in the same way.
-        train_sizes: Sizes in training; small ones help to learn the large ones.
-        test_sizes: Sizes in evaluation, increasing.
-        size_unit: Unit of a size.
-        steps: Training steps.
-        batch: Rows per step at the smallest size; larger sizes have as many tokens.
-    """
-
-    name: str
-    about: str
-    vocabulary: int
-    draw: Callable[[int, int, Generator], LabelledRows]
-    train_sizes: tuple[int, ...]
-    test_sizes: tuple[int, ...]
-    size_unit: str
-    steps: int
-    batch: int
-
-
-def draw_mqar(count: int, size: int, generator: Generator) -> LabelledRows:
+def draw(count: int, size: int, generator: Generator) -> LabelledRows:
     """Draw ``size`` key-value pairs, then all of them again in another order.
 
     Each of the ``KEYS`` keys occurs in at most one pair; there are as many values. The target
@@ -99,54 +73,6 @@ def draw_mqar(count: int, size: int, generator: Generator) -> LabelledRows:
     labels = torch.full_like(tokens, IGNORED)
     labels[:, 2 * size :: 2] = values.gather(1, order)
     return tokens, labels
-
-
-def draw_duplication(count: int, size: int, generator: Generator) -> LabelledRows:
-    """Draw 0 w 0 w with a word w of ``size`` symbols; the targets are those of the second copy."""
-    word = torch.randint(SYMBOLS, (count, size), generator=generator)
-    zero = torch.full((count, 1), SEPARATOR)
-    tokens = torch.cat([zero, word, zero, word], 1)
-    labels = torch.full_like(tokens, IGNORED)
-    labels[:, size + 1 : -1] = word
-    return tokens, labels
-
-
-MQAR = Task(
-    name="mqar",
-    about="multi-query associative recall (arXiv:2312.04927): the value of each repeated key",
-    vocabulary=2 * KEYS,
-    draw=draw_mqar,
-    train_sizes=(4, 8, 16, 32),
-    test_sizes=(8, 16, 32),
-    size_unit="pairs",
-    steps=1200,
-    batch=128,
-)
-DUPLICATION = Task(
-    name="duplication",
-    about="the second copy of a word (arXiv:2001.04451)",
-    vocabulary=SYMBOLS + 2,
-    draw=draw_duplication,
-    train_sizes=(15, 31, 63),
-    test_sizes=(15, 31, 63),
-    size_unit="symbols",
-    steps=600,
-    batch=64,
-)
-TASKS = {task.name: task for task in (MQAR, DUPLICATION)}
-
-
-def find_task(name: str) -> Task:
-    """Return the task called ``name``.
-
-    Raises:
-        SpecError: No task has that name.
-    """
-    if name not in TASKS:
-        raise SpecError(
-            f"No task is called {name!r}.{did_you_mean(name, TASKS)} Available: {', '.join(TASKS)}."
-        )
-    return TASKS[name]
 
 
 class ConvolvedEmbedding(nn.Module):
@@ -173,8 +99,8 @@ class ConvolvedEmbedding(nn.Module):
         return x + mixed
 
 
-def make_model(task: Task, spec: AttentionSpec, seed: int) -> PreTrainedModel:
-    """Return the small model of a task: a Llama without rotary positions.
+def make_model(spec: AttentionSpec, seed: int) -> PreTrainedModel:
+    """Return the small model: a Llama without rotary positions.
 
     Rotary positions would interfere with the feature maps; the causal mask and the convolution
     provide the order.
@@ -183,7 +109,7 @@ def make_model(task: Task, spec: AttentionSpec, seed: int) -> PreTrainedModel:
         AttnzooError: The spec does not fit the model.
     """
     config = SmolLM3Config(
-        vocab_size=task.vocabulary,
+        vocab_size=2 * KEYS,
         hidden_size=WIDTH,
         intermediate_size=2 * WIDTH,
         num_hidden_layers=LAYERS,
@@ -240,41 +166,40 @@ class TaskOptimizer(Optimizer):
             optimizer.step(closure)
 
 
-def sizes_at(task: Task, done: float) -> tuple[int, ...]:
+def sizes_at(done: float) -> tuple[int, ...]:
     """Return the sizes to train on: first the smallest, later one more at a time.
 
     With all sizes from the start, exact attention learns no associative recall in 2000 steps.
     Starting with 8 pairs, models learn it for two seeds of three, starting with 4 for all.
 
     Args:
-        task: The task.
         done: Completed fraction of the steps.
     """
-    others = len(task.train_sizes) - 1
+    others = len(TRAIN_SIZES) - 1
     started = max(0.0, (done - SMALLEST_ONLY) / (1 - SMALLEST_ONLY))
     joined = math.ceil(started * others)
-    return task.train_sizes[: 1 + joined]
+    return TRAIN_SIZES[: 1 + joined]
 
 
 class TaskBatches(IterableDataset[Mapping[str, Tensor]]):
-    """The rows of each step, which depend on the task, the steps and the seed only."""
+    """The rows of each step, which depend on the steps and the seed only."""
 
-    def __init__(self, task: Task, steps: int, seed: int) -> None:
-        self.task, self.steps, self.seed = task, steps, seed
+    def __init__(self, steps: int, seed: int) -> None:
+        self.steps, self.seed = steps, seed
 
     def __iter__(self) -> Iterator[Mapping[str, Tensor]]:
         """Draw rows of all sizes of a step in turn; larger sizes have as many tokens."""
-        task, generator = self.task, Generator().manual_seed(1_000 + self.seed)
+        generator = Generator().manual_seed(1_000 + self.seed)
         for step in range(self.steps):
-            sizes = sizes_at(task, step / self.steps)
+            sizes = sizes_at(step / self.steps)
             size = sizes[step % len(sizes)]
-            count = max(1, task.batch * task.train_sizes[0] // size)
-            tokens, labels = task.draw(count, size, generator)
+            count = max(1, BATCH * TRAIN_SIZES[0] // size)
+            tokens, labels = draw(count, size, generator)
             yield {"tokens": tokens, "labels": labels}
 
 
 class TaskTrainer(Trainer):
-    """Trainer of a task, whose labels are those of the next token already."""
+    """Trainer whose labels are those of the next token already."""
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Return the cross-entropy of the targets."""
@@ -282,18 +207,17 @@ class TaskTrainer(Trainer):
 
 
 def train(
-    task: Task, spec: AttentionSpec, *, seed: int, steps: int, out: Path
+    spec: AttentionSpec, *, seed: int, steps: int, out: Path
 ) -> tuple[PreTrainedModel, float]:
     """Train a model from scratch, on the CPU; return it with the mean loss of the last steps.
 
     Args:
-        task: The task.
         spec: The attention of all layers.
         seed: Seed of weights and rows; the rows do not depend on the spec.
         steps: Training steps.
         out: An existing folder; nothing is written.
     """
-    model = make_model(task, spec, seed)
+    model = make_model(spec, seed)
     optimizer, warm = TaskOptimizer(model), max(1, round(WARM_UP * steps))
 
     def share(step: int) -> float:
@@ -316,7 +240,7 @@ def train(
         trainer = TaskTrainer(
             model,
             arguments,
-            train_dataset=TaskBatches(task, steps, seed),
+            train_dataset=TaskBatches(steps, seed),
             data_collator=lambda items: items[0],
             optimizers=(optimizer, LambdaLR(optimizer, share)),
         )
@@ -326,14 +250,14 @@ def train(
 
 
 @torch.no_grad()
-def evaluate(model: PreTrainedModel, task: Task) -> dict[int, float]:
+def evaluate(model: PreTrainedModel) -> dict[int, float]:
     """Return the accuracy by size, on held-out rows that are the same for all models."""
     model.eval()
     found = {}
-    for size in task.test_sizes:
+    for size in TEST_SIZES:
         generator = Generator().manual_seed(size)
         correct = [
-            losses(model, *task.draw(TEST_BATCH, size, generator))[1]
+            losses(model, *draw(TEST_BATCH, size, generator))[1]
             for _ in range(TEST_ROWS // TEST_BATCH)
         ]
         found[size] = float(torch.cat(correct).float().mean())
@@ -350,35 +274,32 @@ def default_specs(names: Sequence[str] | None = None) -> list[AttentionSpec]:
 
 
 def run_tasks(
-    name: str,
     out: Path,
     *,
     specs: Sequence[AttentionSpec] | None = None,
     seeds: int = 3,
-    steps: int | None = None,
+    steps: int = STEPS,
     fresh: bool = False,
     on_progress: Callable[[str, float], None] = lambda name, fraction: None,
 ) -> list[Row]:
     """Train every model that has no row in the results folder; return the rows of this run.
 
     Args:
-        name: Name of the task.
         out: Folder of results.
         specs: The attentions; :func:`default_specs` when ``None``.
         seeds: Number of runs per attention.
-        steps: Training steps; the task's own when ``None``.
+        steps: Training steps.
         fresh: Whether to start over instead of resuming from earlier results.
         on_progress: Called with the current run and the completed fraction.
 
     Raises:
         AttnzooError: An option is invalid; nothing is trained then.
     """
-    task = find_task(name)
     specs = list(specs or default_specs())
-    if seeds < 1 or (steps is not None and steps < 1):
+    if seeds < 1 or steps < 1:
         raise SpecError(f"seeds and steps must be 1 or more, got {seeds} and {steps}")
     for spec in specs:
-        make_model(task, spec, 0)  # refuses an unsupported spec before anything is trained
+        make_model(spec, 0)  # refuses an unsupported spec before anything is trained
     earlier = {row.get("key"): row for row in open_results(out, fresh=fresh)}
     about = {
         "format": FORMAT,
@@ -387,25 +308,24 @@ def run_tasks(
         "status": "ok",
         "kind": "task",
     }
-    steps = steps or task.steps
     runs = [(seed, spec) for seed in range(seeds) for spec in specs]
     rows = []
     for number, (seed, spec) in enumerate(runs):
-        key = f"{task.name} {steps} {seed} {spec.to_dict()}"
+        key = f"mqar {steps} {seed} {spec.to_dict()}"
         row = earlier.get(key)
         if row is None:
-            on_progress(f"{task.name}, {spec_label(spec)}, seed {seed}", number / len(runs))
+            on_progress(f"{spec_label(spec)}, seed {seed}", number / len(runs))
             started = time.monotonic()
-            model, loss = train(task, spec, seed=seed, steps=steps, out=out)
+            model, loss = train(spec, seed=seed, steps=steps, out=out)
             row = about | {
                 "key": key,
-                "task": task.name,
+                "task": "mqar",
                 "attention": spec_label(spec),
                 "spec": spec.to_dict(),
                 "seed": seed,
                 "steps": steps,
                 "parameters": sum(p.numel() for p in model.parameters()),
-                "accuracy": evaluate(model, task),
+                "accuracy": evaluate(model),
                 "loss": loss if math.isfinite(loss) else None,
                 "seconds": round(time.monotonic() - started, 1),
             }
@@ -414,21 +334,23 @@ def run_tasks(
     return rows
 
 
-def tabulate(task: Task, rows: Sequence[Row]) -> Table:
+def tabulate(rows: Sequence[Row]) -> Table:
     """Return accuracy in percent by size, mean over seeds ± half the range."""
-    columns = ["attention", *(f"{size} {task.size_unit}" for size in task.test_sizes), "s per run"]
+    columns = ["attention", *(f"{size} pairs" for size in TEST_SIZES), "s per run"]
     found: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         found[row["attention"]].append(row)
     body = [
         [
             name,
-            *(over_seeds([run["accuracy"][str(size)] for run in runs]) for size in task.test_sizes),
+            *(over_seeds([run["accuracy"][str(size)] for run in runs]) for size in TEST_SIZES),
             f"{mean(run['seconds'] for run in runs):.0f}",
         ]
         for name, runs in found.items()
     ]
-    return Table(columns=columns, rows=body, title=f"{task.name}: {task.about}")
+    return Table(
+        columns=columns, rows=body, title="multi-query associative recall (arXiv:2312.04927)"
+    )
 
 
 def over_seeds(values: Sequence[float]) -> str:

@@ -334,8 +334,8 @@ def test_recover_wants_one_spec(saved, text, tmp_path, monkeypatch, capsys):
         (["compare", "--attention", "linear:window=0"], "at least 1"),
         (["compare", "nowhere"], "there is no config.json"),
         (["compare", "--mode", "decoed"], "Did you mean 'decode'"),
-        (["tasks", "--task", "mqra"], "Did you mean 'mqar'"),
-        (["tasks", "--task", "mqar", "--seeds", 0], "must be 1 or more"),
+        (["tasks", "--attention", "linaer"], "Did you mean 'linear'"),
+        (["tasks", "--seeds", 0], "must be 1 or more"),
         (["inspect", "--layer", 9], "one of 0 to 3"),
     ],
 )

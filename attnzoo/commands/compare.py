@@ -186,32 +186,27 @@ def _length(part: str, whole: str) -> int:
 
 
 def tasks(
-    task: Annotated[str, typer.Option(help="mqar or duplication")],
     attention: Attentions = None,
     seeds: Annotated[int, typer.Option(help="runs per attention")] = 3,
-    max_steps: Annotated[
-        int | None, typer.Option(help="training steps; default: those of the task")
-    ] = None,
+    max_steps: Annotated[int, typer.Option(help="training steps")] = 1200,
     output_dir: OutputDir = Path("attnzoo-tasks"),
     threads: Threads = None,
     fresh: Fresh = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train small models from scratch on a synthetic task, with the same budget for each attention.
+    """Train small models from scratch on associative recall, with one budget for each attention.
 
     The table has the accuracy in percent: mean over seeds ± half the range.
     """
     import torch
 
     from attnzoo.evaluation.results import FILE
-    from attnzoo.tasks import default_specs, find_task, run_tasks, tabulate
+    from attnzoo.tasks import default_specs, run_tasks, tabulate
 
-    found = find_task(task)
     torch.set_num_threads(threads or torch.get_num_threads())
     specs = specs_of(attention, default_specs) if attention else None
     with show_status(problems if as_json else console) as show:
         rows = run_tasks(
-            task,
             output_dir,
             specs=specs,
             seeds=seeds,
@@ -222,7 +217,7 @@ def tasks(
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    tabulate(found, rows).print(console)
+    tabulate(rows).print(console)
     console.print(f"Numbers: {output_dir / FILE}")
 
 

@@ -80,7 +80,7 @@ def test_outputs_are_checked_before_anything_is_measured(
         (["compare", "--output-dir", below], "cannot be written"),
         (["demo", "--output-dir", below], "cannot be written"),
         (["swap", saved, "--attention", "flash", "--output-dir", below], "cannot be written"),
-        (["tasks", "--task", "mqar", "--output-dir", below], "cannot be written"),
+        (["tasks", "--output-dir", below], "cannot be written"),
     ):
         code, _, err = attnzoo(*given)
         assert code == 2, given
