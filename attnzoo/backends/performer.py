@@ -43,7 +43,8 @@ class PerformerConfig(RecurrentConfig):
     Attributes:
         eps: Added to the sum of weights, by which outputs are divided.
         num_features: M, the number of random features. The error of the estimate falls as 1 / M.
-        seed: Seed of the features, together with the layer's index.
+        seed: Seed of the features, together with the layer's index. They change only when training
+            calls ``redraw`` of the backend between two steps.
     """
 
     smallest: ClassVar[Mapping[str, str]] = {"num_features": "1 feature"}
@@ -85,10 +86,18 @@ class PerformerBackend(RecurrentBackend):
 
     def reset_parameters(self) -> None:
         """Draw the projection, equal on all ranks, and initialise the linear branch."""
-        seed = self.config.seed, self.geometry.layer, 0
-        with torch.no_grad():
-            self.projection.copy_(random_projection(*self.projection.shape, seed=seed))
+        self.redraw(0)
         super().reset_parameters()
+
+    @torch.no_grad()
+    def redraw(self, number: int) -> None:
+        """Draw the projection again, for use between steps of training (section 3 of the paper).
+
+        Args:
+            number: Number of the draw, equal on all ranks; 0 is that of an untrained model.
+        """
+        seed = self.config.seed, self.geometry.layer, number
+        self.projection.copy_(random_projection(*self.projection.shape, seed=seed))
 
     def expected_feature_product(self) -> float:
         """Return 1: the products of features estimate the weights of softmax."""

@@ -187,6 +187,19 @@ def test_each_layer_and_seed_has_its_own_projection():
     assert not torch.equal(build(seed=1).projection, drawn)
 
 
+def test_training_draws_the_projection_again_between_steps():
+    backend, other = build(seed=5), build(seed=5)
+    first = backend.projection.clone()
+    backend.redraw(3)
+    other.redraw(3)
+    assert torch.equal(backend.projection, other.projection)
+    assert not torch.isin(backend.projection, first).any()
+    q, k, v = qkv(31)
+    assert_close(backend(q, k, v).out, dense(backend, q, k, v, lower(31)))
+    backend.redraw(0)
+    assert torch.equal(backend.projection, first)
+
+
 # -- conformance and options ---------------------------------------------------------------------
 
 
