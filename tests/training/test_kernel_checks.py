@@ -1,5 +1,7 @@
 """The training commands check the kernels of a GPU before they train or evaluate."""
 
+import shutil
+
 import pytest
 import torch
 
@@ -45,8 +47,9 @@ def test_a_run_checks_a_training_row(bf16, checked, saved, text, spec, tmp_path)
 
 
 def test_evaluation_checks_the_saved_model(checked, text, saved, tmp_path):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)  # its tokenizer
     attnzoo.swap(tiny_llama(), "linear").save_pretrained(tmp_path)
     with pytest.raises(Checked):
-        evaluate(tmp_path, [], tasks=object(), row_length=16)
-    assert checked["inputs"]["input_ids"].shape == (1, 16)
+        evaluate(tmp_path, [text], row_length=24)
+    assert checked["inputs"]["input_ids"].shape == (1, 24)
     assert (checked["swapped"], checked["generate"]) == (["linear"] * 2, True)
