@@ -155,8 +155,12 @@ class Parser(HfArgumentParser):
         config = {} if given.config is None else self.typed(read_config(given.config))
         # transformers refuses bf16 without use_cpu, and many CPUs are slow in it
         on_cpu = {} if torch.accelerator.is_available() else {"use_cpu": True, "bf16": False}
+        flags = {x.partition("=")[0] for x in argv}
+        for name in ("data", "layers"):  # argparse would add what is given to a default
+            if flags.intersection(self.options[name].option_strings):
+                config.pop(name, None)
         self.set_defaults(**on_cpu | config)
-        self.options["output_dir"].required = "output_dir" not in config
+        self.options["output_dir"].required = config.get("output_dir") is None
         with config_errors():
             *found, others, unknown = self.parse_args_into_dataclasses(
                 argv, return_remaining_strings=True, look_for_args_file=False
@@ -179,8 +183,9 @@ class Parser(HfArgumentParser):
                     f"The file of --config has {name!r}, which `{self.prog}` does not know."
                     f"{did_you_mean(name, self.options)} See {self.prog} --help-all"
                 )
-            action, hint = self.options[name], self.hints[name]
-            found[name] = value
+            # A flag that is on by default has --no-NAME too, which comes later and takes no value
+            action = next(x for x in self._actions if x.dest == name)
+            hint, found[name] = self.hints[name], value
             if value is None and type(None) in get_args(hint):
                 continue
             if isinstance(value, dict) and "dict" in str(hint):

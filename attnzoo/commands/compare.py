@@ -107,7 +107,9 @@ def demo(
     model: Model = Path("embedded"),
     data: Annotated[Path | None, typer.Option(help="text file to evaluate on")] = None,
     attention: Attentions = None,
-    output_dir: OutputDir = Path("attnzoo-demo"),
+    output_dir: Annotated[Path, typer.Option(callback=_no_model, help="folder of results")] = Path(
+        "attnzoo-demo"
+    ),
     quick: Annotated[bool, typer.Option(help="use contexts up to 1k only")] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -52,6 +52,8 @@ def run(
     Examples: `attnzoo run train.py --epochs 2`, `attnzoo run -m lm_eval --model hf ...`, and on two
     processes `torchrun --nproc-per-node 2 -m attnzoo run train.py`.
     """
+    if not module and not Path(program).is_file():
+        raise typer.BadParameter(f"there is no script {program!r}; for a module, give -m")
     sys.argv = [program, *(arguments or ())]
     try:
         folder = os.getcwd() if module else str(Path(program).resolve().parent)
@@ -60,10 +62,8 @@ def run(
         if module:
             runpy.run_module(program, run_name="__main__", alter_sys=True)
         else:
-            if not Path(program).is_file():
-                raise typer.BadParameter(f"there is no script {program!r}; for a module, give -m")
             runpy.run_path(program, run_name="__main__")
-    except AttnzooError:  # of the program: with its traceback, as under `python`
+    except Exception:  # of the program: with its traceback, as under `python`
         traceback.print_exc()
         raise SystemExit(1) from None
 

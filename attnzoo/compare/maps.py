@@ -166,7 +166,7 @@ def maps_table(maps: AttentionMaps) -> Table:
 
 def map_plots(maps: AttentionMaps, head: int) -> list[Plot]:
     """Return both maps of a head, their difference, and the entropy by query."""
-    pairs = {"softmax": maps.exact[head], maps.attention: maps.approximate[head]}
+    pairs = {"exact": maps.exact[head], maps.attention: maps.approximate[head]}
     gap = maps.approximate[head] - maps.exact[head]
     bound = float(gap.abs().max()) or 1.0
     matrix = partial(matrix_plot, x="key", y="query")

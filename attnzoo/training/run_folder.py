@@ -71,6 +71,9 @@ class RunFolder:
     def _begin(self, *, resume: bool) -> dict[str, Any] | None:
         path, results = self.checkpoints / RUN, self.out / self.results
         if not results.is_file() and not any(self.checkpoints.glob("*/checkpoint-*")):
+            models = self.out / "config.json", self.out / "adapter_config.json"
+            if any(x.exists() for x in models) and not (path.is_file() and _read(path) == self.run):
+                raise RunError(f"{str(self.out)!r} holds a model; give another --output-dir")
             atomic_write(path, json.dumps(self.run, indent=2))
             return None
         if not resume:

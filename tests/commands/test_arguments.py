@@ -122,15 +122,20 @@ def test_values_of_files_have_the_types_of_options(tmp_path):
         "data: notes.txt\nlayers: 0-1=flash\nelse: flash\nattention: linear\nbf16: false\n"
         "lr_scheduler_kwargs: {num_cycles: 2}\nlora_alpha: null\nlora_target_modules: q_proj\n"
         "learning_rate: 3e-4\nmax_tokens: 300\nresume_from_checkpoint: true\n"
+        "disable_dropout: false\n"
     )
-    swap, args = parse("recover", "--config", path, "--data", "more.txt")
-    assert (swap.data, swap.layers) == (["notes.txt", "more.txt"], ["0-1=flash"])
+    swap, args = parse("recover", "--config", path)
+    assert (swap.data, swap.layers) == (["notes.txt"], ["0-1=flash"])
+    assert args.disable_dropout is False
+    swap, _ = parse("recover", "--config", path, "--data", "more.txt", "--layers=2=linear")
+    assert (swap.data, swap.layers) == (["more.txt"], ["2=linear"])
     assert (swap.else_, args.bf16, args.lora_alpha) == ("flash", False, None)
     assert (args.lr_scheduler_kwargs, args.learning_rate) == ({"num_cycles": 2}, 3e-4)
     assert (args.lora_target_modules, args.max_tokens) == (["q_proj"], "300")
     assert args.resume_from_checkpoint == "True"
-    path.write_text("max_length: null\n")
-    assert parse("finetune", "--config", path)[1].max_length is None
+    path.write_text("max_length: null\ncompare: no\n")
+    swap, args, _ = parse("finetune", "--config", path)
+    assert (args.max_length, swap.compare) == (None, False)
 
 
 def test_a_model_and_a_folder_for_the_result_are_required(tmp_path):

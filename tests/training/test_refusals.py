@@ -264,6 +264,24 @@ def test_a_run_without_a_checkpoint_gives_way_to_another(tmp_path):
         pass
 
 
+@pytest.mark.parametrize("name", ["config.json", "adapter_config.json"])
+def test_a_folder_of_a_model_that_is_not_of_the_run_is_refused(tmp_path, name):
+    run = {"config": {"max_steps": 3}}
+    (tmp_path / name).write_text("{}")
+
+    def start():
+        with RunFolder(tmp_path, run).open(resume=True, state=PartialState()) as finished:
+            return finished
+
+    with pytest.raises(RunError, match="holds a model"):
+        start()
+    (tmp_path / "checkpoints" / "run.json").write_text(json.dumps({"config": {"max_steps": 4}}))
+    with pytest.raises(RunError, match="holds a model"):  # of another command's run
+        start()
+    (tmp_path / "checkpoints" / "run.json").write_text(json.dumps(run))
+    assert start() is None  # it ended while its model was moved
+
+
 def test_names_of_layers_are_checked_before_anything_is_measured(saved, text, spec, tmp_path):
     args = arguments(tmp_path / "out", lora_target_modules=["q_proj", "k_prj"])
     with pytest.raises(ConfigError, match=r"names 'k_prj', .* Did you mean 'k_proj'"):

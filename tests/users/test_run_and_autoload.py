@@ -14,14 +14,14 @@ PROGRAM = """
 import sys
 print(sys.argv[1:], __name__, sys.path[0] == {folder!r}, "attnzoo" in sys.modules)
 from attnzoo.errors import SpecError
-if "fail" in sys.argv: raise SpecError("its own error")
+if "fail" in sys.argv: raise {error}("its own error")
 sys.exit(3)
 """
 
 
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / "program.py").write_text(PROGRAM.format(folder=str(tmp_path)))
+    (tmp_path / "program.py").write_text(PROGRAM.format(folder=str(tmp_path), error="SpecError"))
     return tmp_path
 
 
@@ -36,11 +36,13 @@ def test_run_passes_arguments_and_exit_code(folder, program):
     assert done.returncode == 3
 
 
-def test_run_shows_the_traceback_of_the_program(folder):
+@pytest.mark.parametrize("error", ["SpecError", "FileNotFoundError"])
+def test_run_shows_the_traceback_of_the_program(folder, error):
+    (folder / "program.py").write_text(PROGRAM.format(folder=str(folder), error=error))
     done = attnzoo("run", folder / "program.py", "fail")
     assert done.returncode == 1
     assert "Traceback" in done.stderr
-    assert done.stderr.rstrip().endswith("SpecError: its own error")
+    assert done.stderr.rstrip().endswith(f"{error}: its own error")
 
 
 def test_run_refuses_what_is_no_script(folder):
