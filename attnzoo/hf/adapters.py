@@ -198,6 +198,32 @@ def check_hotswap(
         )
 
 
+def load_extras(
+    model: nn.Module, name: str, path: Any, options: Mapping[str, Any], info: Any
+) -> None:
+    """Load the backends of an adapter, which transformers before 5.24 reports as unexpected."""
+    keys = [key for key in info.unexpected_keys if f".{NAME}." in key]
+    if not keys:
+        return
+    from peft.utils.save_and_load import load_peft_weights
+
+    saved = options.get("adapter_state_dict")
+    if saved is None:
+        saved = load_peft_weights(path, device="cpu", **download_options(options))
+    prefix = f"{seam.base_model_name(model)}."  # that a model without its head lacks
+    weights = {key.removeprefix("base_model.model."): x for key, x in saved.items()}
+    weights |= {key.removeprefix(prefix): x for key, x in weights.items()}
+    own = model.state_dict()  # shares the memory of the parameters
+    for key in keys:
+        inner = key.replace(f".{NAME}.", f".{NAME}.modules_to_save.{name}.")
+        target = own.get(inner, own.get(inner.removeprefix(prefix)))
+        if key in weights and target is not None and target.shape == weights[key].shape:
+            target.copy_(weights[key])
+            info.unexpected_keys.remove(key)
+            info.missing_keys -= {inner, inner.removeprefix(prefix)}
+    refuse_unread_extras(model, [key for key in keys if key in info.unexpected_keys])
+
+
 def refuse_unread_extras(model: nn.Module, keys: Collection[str]) -> None:
     """Raise if an adapter and a swapped model name the parameters of backends differently."""
     if keys and any(_backends(model)):

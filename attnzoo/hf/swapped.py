@@ -117,9 +117,7 @@ class SwappedModel(Mixin, Base):  # type: ignore[misc]
             adapters.check_saved_replacement(self, name, peft_model_id, options)
         with unchanged_on_error(self):
             info = super().load_adapter(peft_model_id, adapter_name, *args, **kwargs)
-            adapters.refuse_unread_extras(
-                self, [key for key in info.unexpected_keys if f".{NAME}." in key]
-            )
+            adapters.load_extras(self, name, peft_model_id, options, info)
         return info
 
     def enable_adapters(self) -> None:
