@@ -58,6 +58,10 @@ def _bert() -> Any:
     return hf.BertForMaskedLM(config).eval()
 
 
+def _pruned_gpt2() -> Any:
+    return attnzoo.prune_heads(_gpt2(), {0: [1], 2: [0, 3]})
+
+
 def _gemma3() -> Any:
     torch.manual_seed(6)
     text = {**SIZES, "num_key_value_heads": 2, "head_dim": 12, "sliding_window": 5}
@@ -128,7 +132,7 @@ def _models() -> Iterator[tuple[str, str, Callable[[], Any]]]:
     yield (
         "pruned_gpt2",
         CAUSAL,
-        lambda: attnzoo.prune_heads(_swapped(_gpt2, "linear", **hedgehog), {0: [1], 2: [0, 3]}),
+        lambda: _swapped(_pruned_gpt2, "linear", **hedgehog),
     )
     yield "pruned_stock", CAUSAL, lambda: attnzoo.prune_heads(_gpt2(), {1: [0, 2]})
     yield (

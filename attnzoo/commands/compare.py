@@ -292,7 +292,7 @@ def heads(
     from attnzoo.hf.saving.files import model_class, read_config, save_copy
     from attnzoo.report.output_path import check_file
 
-    _check(prune, save)
+    _check(path, prune, save)
     if data is None and not is_embedded(str(path)):
         raise SpecError("A model needs --data: give a text file in the model's language")
     check_file(output_dir / HEADS, overwrite=overwrite)
@@ -324,16 +324,19 @@ def heads(
         )
 
 
-def _check(prune: float | None, save: Path | None) -> None:
-    """Raise an error if the options of pruning do not fit together."""
+def _check(path: Path, prune: float | None, save: Path | None) -> None:
+    """Raise an error if the options of pruning do not fit together, or the model."""
     if (prune is None) != (save is None):
         raise SpecError("--prune FRACTION and --save FOLDER belong together; give both or neither")
     if prune is not None and not 0 < prune < 1:
         raise SpecError(f"--prune must be a fraction above 0 and below 1, got {prune}")
     if save is not None:
-        from attnzoo.hf.saving.files import require_new_folder
+        from attnzoo.hf.configs import has_field
+        from attnzoo.hf.saving.files import read_config, require_new_folder
         from attnzoo.report.output_path import check_folder
 
+        if has_field(read_config(path), "attnzoo"):
+            raise SpecError("A swapped model is not pruned; prune the original model, then swap it")
         require_new_folder(save)
         check_folder(save)
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from attnzoo.contract.backend import AttentionBackend
 from attnzoo.contract.config import Geometry
 from attnzoo.errors import SpecError, UnsupportedError, short_repr
 from attnzoo.hf import seam
@@ -137,10 +136,9 @@ def _prune_layer(model: nn.Module, layer: AttentionLayer, numbers: set[int]) -> 
     module: Any = layer.module
     geometry, present = layer.geometry, original_heads(layer)
     _, total = vars(module).get(KEPT, (None, geometry.num_heads))
-    projections = head_projections(model, layer)
+    projections: Any = head_projections(model, layer)
     heads = _kept_heads(layer, numbers, total)
     key_heads = sorted({x * geometry.num_key_heads // geometry.num_heads for x in heads})
-    backend = _smaller_backend(model, layer, heads, key_heads)
     _cut_projections(projections, geometry, heads, key_heads)
     size, count, groups = geometry.head_dim, len(heads), len(heads) // len(key_heads)
     for names, old, new in (
@@ -158,8 +156,10 @@ def _prune_layer(model: nn.Module, layer: AttentionLayer, numbers: set[int]) -> 
     if not any(name in vars(module) for name in ("head_dim", "attention_head_size")):
         module.head_dim = size
     vars(module)[KEPT] = [present[i] for i in heads], total
-    if backend is not None:
-        setattr(module, NAME, backend)
+    if (backend := module._modules.get(NAME)) is not None:  # of a part that is built with a swap
+        smaller = replace(geometry, num_heads=count, num_key_heads=len(key_heads))
+        made = build_backend(backend.name, backend.config, smaller)
+        setattr(module, NAME, made.to(projections.output.weight).train(module.training))
 
 
 def _cut_projections(
@@ -177,53 +177,6 @@ def _cut_projections(
         for projection, rows in zip(projections, (queries, keys, values), strict=False):
             keep_outputs(projection, rows)
     keep_inputs(projections.output, head_rows(heads, value_dim))
-
-
-def _smaller_backend(
-    model: nn.Module, layer: AttentionLayer, heads: list[int], key_heads: list[int]
-) -> AttentionBackend | None:
-    """Return the backend of a swapped layer with fewer heads, ``None`` for other layers."""
-    old = layer.module._modules.get(NAME)
-    if old is None:
-        return None
-    if not isinstance(old, AttentionBackend):
-        raise UnsupportedError(
-            f"{layer.name}: its backend is wrapped in a {type(old).__name__}; prune the heads "
-            "before an adapter is added"
-        )
-    own = {id(p) for p in old.parameters()}
-    others = (m for m in model.modules() if isinstance(m, AttentionBackend) and m is not old)
-    geometry = replace(layer.geometry, num_heads=len(heads), num_key_heads=len(key_heads))
-    backend = build_backend(old.name, old.config, geometry)
-    pairs = dict([*old.named_parameters(), *old.named_buffers()])
-    made = dict([*backend.named_parameters(), *backend.named_buffers()])
-    if set(pairs) != set(made) or any(id(p) in own for x in others for p in x.parameters()):
-        raise UnsupportedError(
-            f"{layer.name}: backend {old.name!r} shares parameters with other layers; prune the "
-            "heads first, then swap"
-        )
-    for name, new in made.items():
-        values = pairs[name].detach()
-        for dim, size in enumerate(new.shape):
-            if values.shape[dim] != size:
-                rows = _kept_rows(layer.geometry, values.shape[dim], size, heads, key_heads)
-                values = values.index_select(dim, torch.tensor(rows, device=values.device))
-        new.data = values
-        new.requires_grad_(pairs[name].requires_grad)
-    return backend.train(old.training)
-
-
-def _kept_rows(
-    geometry: Geometry, old: int, new: int, heads: list[int], key_heads: list[int]
-) -> list[int]:
-    """Return the rows of a backend's parameter that belong to the kept heads, in their order."""
-    for total, kept in ((geometry.num_key_heads, key_heads), (geometry.num_heads, heads)):
-        if old % total == 0 and old // total * len(kept) == new:
-            return head_rows(kept, old // total)
-    raise UnsupportedError(
-        f"{geometry.name}: its backend has a parameter of {old} rows, which are not of "
-        f"{geometry.num_heads} heads; prune the heads first, then swap"
-    )
 
 
 # -- projections ---------------------------------------------------------------------------------

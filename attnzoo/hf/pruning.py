@@ -10,10 +10,10 @@ from typing import TypeVar
 
 from torch import nn
 
-from attnzoo.errors import SpecError
+from attnzoo.errors import SpecError, UnsupportedError
 from attnzoo.hf.heads import KEPT, prune, pruned
 from attnzoo.hf.layers import AttentionLayer, attention_layers, unwrap_model
-from attnzoo.hf.names import PRUNED
+from attnzoo.hf.names import NAME, PRUNED
 from attnzoo.hf.swapped import update_classes
 from attnzoo.hf.unchanged import unchanged_on_error
 
@@ -26,8 +26,8 @@ def prune_heads(
     """Remove attention heads from a model in memory and return the model.
 
     Layers may keep different numbers of heads. ``save_pretrained`` records the heads in the config,
-    and ``from_pretrained`` loads the smaller model where attnzoo is imported. A model can be pruned
-    before or after a swap. Create the optimizer afterwards, because the parameters are new.
+    and ``from_pretrained`` loads the smaller model where attnzoo is imported. A model is pruned
+    before it is swapped. Create the optimizer afterwards, because the parameters are new.
 
     Args:
         model: A transformers model, or a wrapper around one.
@@ -38,8 +38,8 @@ def prune_heads(
 
     Raises:
         SpecError: There is no such layer or head, or a layer would have no heads.
-        UnsupportedError: The heads of a layer cannot be removed. After an error the model is
-            unchanged.
+        UnsupportedError: The heads of a layer cannot be removed, or the model is swapped. After an
+            error the model is unchanged.
 
     Example:
         >>> model = attnzoo.prune_heads(model, {0: [0, 1], 3: [2, 3]})
@@ -49,6 +49,11 @@ def prune_heads(
         raise SpecError(
             f"{type(model).__name__} is not a transformers model; prune_heads takes a "
             "PreTrainedModel"
+        )
+    if any(NAME in module._modules for module in target.modules()):
+        raise UnsupportedError(
+            f"This {type(target).__name__} is swapped, and its backends have numbers of each head; "
+            "prune the heads of the original model, then swap it"
         )
     layers = attention_layers(target)
     requested: dict[str, set[int]] = {}

@@ -177,6 +177,10 @@ def test_command(tmp_path, monkeypatch, capsys):
         code, out = run(*size, *wrong)
         assert code == 2
         assert message in out
+    attnzoo.swap(saved, "linear").save_pretrained(model)
+    code, out = run(*size, "--prune", 0.5, "--save", tmp_path / "x", "--overwrite")
+    assert code == 2
+    assert "A swapped model is not pruned" in out
 
 
 def test_a_text_has_two_tokens(tmp_path):

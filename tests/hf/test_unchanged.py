@@ -59,7 +59,7 @@ CHANGES = {
     ),
     "restore": (swapped(), attnzoo.restore, f"{CONVERT}._clear", 1),
     "prune": (
-        swapped(),
+        tiny_llama,
         lambda x: attnzoo.prune_heads(x, {0: [0, 1], 1: [2, 3]}),
         "attnzoo.hf.heads.keep_inputs",
         2,
