@@ -178,7 +178,8 @@ def run(request: dict[str, Any]) -> None:
     sys.path[1:1] = request["path"]
     sys.argv = [request["file"], *request["arguments"]]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
-    main.__file__ = request["file"]
+    if request["file"] != "<string>":  # processes that it starts would run that file
+        main.__file__ = request["file"]
     exec(compile(request["code"], request["file"], "exec"), main.__dict__)
 
 

@@ -34,7 +34,7 @@ PACKED_HYBRIDS = frozenset(
     {
         *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear"),
         *("bailing_hybrid", "granitemoehybrid", "bamba", "nemotron_h", "falcon_h1", "zamba2"),
-        *("lara_mini"),
+        "lara_mini",
     }
 )
 MASKS_WITHOUT_POSITIONS = frozenset({"granitemoehybrid"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import cache
+from importlib.metadata import version
 from itertools import product
 
 import pytest
@@ -14,6 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import attnzoo
 from attnzoo.errors import UnsupportedError
+from attnzoo.hf import seam
 from attnzoo.hf.models.documents import PACKED_HYBRIDS
 from attnzoo.hf.seam import cache_argument, output_cache
 from tests.helpers import run_torch_functions
@@ -160,6 +162,11 @@ def test_documents_of_a_row_are_those_alone_or_refused(family):
     for mask in MASKS:  # as transformers' collators give them
         assert check(family, "all", "none", mask) == "right"
         assert check(family, "positions", "default", mask) == "right"
+
+
+@pytest.mark.skipif(version("transformers") != seam.TESTED["transformers"][1], reason="not newest")
+def test_families_are_those_of_transformers():
+    assert {*CONFIG_MAPPING} >= PACKED_HYBRIDS
 
 
 @pytest.mark.exhaustive
