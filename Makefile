@@ -56,7 +56,7 @@ check: $(READY) ## Lint, check the format and the types, compile the Triton kern
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy attnzoo tools
 	@if [ "$$(uname -sm)" = "Linux x86_64" ]; then \
-		$(BIN)/python -m tools.triton_configs.compile_aot --quick --arch 90 --count; fi
+		$(BIN)/python -m tools.compile_triton --arch 90; fi
 
 sanitize: $(READY) ## Check the C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(BIN)/python -m tools.sanitize

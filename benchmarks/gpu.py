@@ -1,172 +1,164 @@
-"""Check the Triton kernels on a GPU, then time them against other implementations, in stages.
+"""Time linear attention on a GPU: attnzoo's kernels, flash-linear-attention, torch and softmax.
 
-    python benchmarks/gpu.py --stage 1        # correctness; compiles and tunes the peers meanwhile
-    python benchmarks/gpu.py --stage 2        # attnzoo: graph replay and eager
-    python benchmarks/gpu.py --stage 3        # peers, peak memory, accuracy at 8,192 tokens
-    python benchmarks/gpu.py --stage 4        # profiles
-    python benchmarks/gpu.py --stage 5        # the largest workloads again, a model, torch.compile
-    python benchmarks/gpu.py --summary        # tables in Markdown from the rows
-    python benchmarks/gpu.py --interpret --tiny    # every stage without a GPU: tests the script
+    python benchmarks/gpu.py            # about ten minutes; rows in gpu.jsonl, then a table
+    python benchmarks/gpu.py --tiny     # small calls on the CPU: tests the script
 
-Only torch, Triton and einops are required; a measurement that needs another package is recorded as
-unavailable. Each measurement is one JSON line, written immediately. Each group of measurements runs
-in its own process, so that an illegal memory access ends one group only and is recorded. Repeating
-the command resumes: it measures only what the file does not have yet. Each stage has a time limit.
+`attnzoo doctor` checks the results; run it first. Each call runs in a process of its own, so that
+an illegal memory access ends one call only, and is one JSON line. The same command again measures
+what the file does not have yet.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import signal
+import json
 import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+import torch
+import torch.nn.functional as F
 
-from gpu_rows import append_row, read_rows  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-MINUTES = {1: 4.0, 2: 7.0, 3: 8.0, 4: 3.0, 5: 8.0}
-POLL_SECONDS = 0.05
+from attnzoo.ops.linear.api import linear_attention
 
-
-def group_command(group: str, args: argparse.Namespace) -> list[str]:
-    """Return the command of a group's process."""
-    flags = [f"--{name}" for name in ("interpret", "tiny") if getattr(args, name)]
-    return [sys.executable, str(ROOT / "benchmarks/gpu_groups.py"), group, str(args.out), *flags]
+IMPLS = ("triton", "fla", "torch", "softmax")
+SECONDS = 120  # of one call, compilation and tuning included
+Row = dict[str, Any]
 
 
-class Group:
-    """The process of a group; records how the process ended."""
+class Workload(NamedTuple):
+    """One call: B batch, H heads, Hkv key heads, T tokens, D key and value size."""
 
-    def __init__(self, name: str, command: list[str], out: Path, environment: dict[str, str]):
-        self.name, self.out = name, out
-        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
-        self.process = subprocess.Popen(
-            command, env=environment, stderr=self.errors, start_new_session=True
-        )
+    B: int
+    H: int
+    Hkv: int
+    T: int
+    D: int
+    decay: str = "none"  # "none", "scalar" (per token) or "vector" (per key channel)
+    normalize: bool = False
+    train: bool = True
 
-    def finish(self, end: float) -> bool:
-        """Return whether the process has ended and record how; kill it if ``end`` has passed."""
-        late = time.monotonic() > end
-        if self.process.poll() is None:
-            if not late:
-                return False
-            os.killpg(self.process.pid, signal.SIGKILL)
-        code = self.process.wait()
-        self.errors.seek(0)
-        lines = self.errors.read().strip().splitlines() or [f"exit code {code}"]
-        self.errors.close()
-        if code == 0:
-            append_row(self.out, {"kind": "done", "group": self.name})
-        elif late:
-            append_row(self.out, {"kind": "timeout", "group": self.name})
-        else:
-            reason = lines[-1][:300]
-            if code < 0:
-                reason = f"killed by {signal.Signals(-code).name}"
-            rows = [row for row in read_rows(self.out) if row.get("group") == self.name]
-            key = rows[-1]["key"] if rows and rows[-1]["kind"] == "start" else None
-            append_row(
-                self.out, {"kind": "crash", "group": self.name, "key": key, "reason": reason}
-            )
-            print(f"{self.name}: {reason}", file=sys.stderr, flush=True)
-        return True
+    def __str__(self) -> str:
+        kind = "normalised" if self.normalize else f"decay {self.decay}"
+        passes = "forward + backward" if self.train else "forward"
+        return f"{kind}, B{self.B} H{self.H}/{self.Hkv} T{self.T} D{self.D}, {passes}"
 
 
-def run_stage(groups: dict[str, int], end: float, args: argparse.Namespace) -> bool:
-    """Run the groups of a stage; return whether all were started.
-
-    Args:
-        groups: Groups, and how many processes may run while each of them runs; 1 for timings.
-        end: When the stage ends, in seconds of the monotonic clock.
-        args: Options of the command line.
-    """
-    done = {row["group"] for row in read_rows(args.out) if row["kind"] == "done"}
-    waiting = [name for name in groups if name not in done]
-    running: list[Group] = []
-    while waiting or running:
-        running = [group for group in running if not group.finish(end)]
-        if time.monotonic() > end:
-            if not running:
-                break
-            continue
-        limit = min((groups[group.name] for group in running), default=sys.maxsize)
-        if waiting and len(running) < min(limit, groups[waiting[0]]):
-            name = waiting.pop(0)
-            environment = group_environment(name, args)
-            running.append(Group(name, args.command(name, args), args.out, environment))
-        else:
-            time.sleep(POLL_SECONDS)
-    for name in waiting:
-        append_row(args.out, {"kind": "timeout", "group": name})
-    return not waiting
+SHAPES = ((4, 64, 64, 4096, 128), (1, 96, 96, 8192, 128), (1, 8, 8, 16384, 128))
+WORKLOADS = (
+    *(Workload(*shape, decay) for decay in ("none", "scalar", "vector") for shape in SHAPES),
+    *(Workload(*shape, train=False) for shape in SHAPES),
+    Workload(2, 32, 8, 4096, 128, normalize=True),
+)
+TINY = (Workload(1, 2, 1, 40, 16, "scalar"), Workload(1, 2, 2, 40, 16, normalize=True, train=False))
 
 
-def group_environment(group: str, args: argparse.Namespace) -> dict[str, str]:
-    """Return the environment variables of a group: Triton's caches, ptxas and interpreter."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])
-    )
-    cache = args.out.resolve().parent / "gpu-cache"
-    peer = " fla" in group or group == "again"
-    environment["TRITON_CACHE_DIR"] = str(cache / ("fla" if peer else "attnzoo"))
-    environment["TRITON_CACHE_AUTOTUNING"] = "1"  # fla tunes in stage 1; stage 3 reads the results
-    if "second ptxas" in group and args.ptxas:
-        for name in ("PTXAS", "PTXAS_BLACKWELL"):  # Triton reads one of them
-            environment[f"TRITON_{name}_PATH"] = args.ptxas
-    if args.interpret:
-        environment["TRITON_INTERPRET"] = "1"
-    return environment
+def call_of(workload: Workload, impl: str, device: torch.device) -> Callable[[], object]:
+    """Return a function that computes a workload with an implementation."""
+    torch.manual_seed(0)
+    b, h, key_heads, t, d, decay, normalize, train = workload
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+
+    def rows(heads: int, size: int = d) -> torch.Tensor:
+        x = torch.randn(b, t, heads, size, device=device, dtype=dtype).transpose(1, 2)
+        return x.requires_grad_(train)
+
+    q, k, v = rows(h), rows(key_heads), rows(key_heads)
+    leaves, log_decay = [q, k, v], None
+    if decay != "none" and impl != "softmax":
+        shape = k.shape if decay == "vector" else k.shape[:3]
+        log_decay = (-torch.rand(shape, device=device) / 16).requires_grad_(train)
+        leaves.append(log_decay)
+    feature_map = "elu+1" if normalize else "identity"
+
+    def forward() -> torch.Tensor:
+        if impl == "softmax":
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return linear_attention(
+            q, k, v, log_decay=log_decay, normalize=normalize, feature_map=feature_map, impl=impl
+        ).out
+
+    if not train:
+        return torch.no_grad()(forward)
+    weights = torch.randn(b, h, t, d, device=device, dtype=dtype)
+    return lambda: torch.autograd.grad(forward(), leaves, weights)
 
 
-def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--stage", type=int, nargs="*", choices=MINUTES, default=list(MINUTES))
-    parser.add_argument("--group", nargs="*", help="only the groups that contain these words")
-    parser.add_argument("--minutes", type=float, help="time limit of each stage")
-    parser.add_argument("--out", type=Path, default=Path("gpu.jsonl"), help="rows, JSON lines")
-    parser.add_argument("--ptxas", help="path of a second assembler, checked in stage 1")
-    parser.add_argument("--interpret", action="store_true", help="Triton's interpreter, on the CPU")
-    parser.add_argument("--tiny", action="store_true", help="a few tokens per workload")
-    parser.add_argument("--summary", action="store_true", help="print the tables of the rows")
-    args = parser.parse_args(given)
-    args.command = group_command
-    return args
+def measure(workload: Workload, impl: str, device: torch.device) -> Row:
+    """Return the median time of a call in milliseconds, its peak memory, and that of its start."""
+    run, start = call_of(workload, impl, device), time.monotonic()
+    run()
+    if device.type != "cuda":
+        return {"ms": 1e3 * (time.monotonic() - start)}
+    from triton.testing import do_bench
+
+    torch.cuda.synchronize()
+    first = time.monotonic() - start
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    peak = torch.cuda.max_memory_allocated()
+    ms = do_bench(run, quantiles=[0.5])
+    return {"ms": ms, "peak_bytes": peak, "first_seconds": first}
 
 
-def main(args: argparse.Namespace) -> int:
-    """Run stages; return 1 if a check failed."""
-    from gpu_cases import groups_of
-    from gpu_summary import failures, summary
+def in_own_process(index: int, impl: str, *, tiny: bool) -> Row:
+    """Return what :func:`measure` returns in a process of its own, or why it returns nothing."""
+    command = [sys.executable, __file__, "--one", str(index), impl, *(["--tiny"] if tiny else [])]
+    try:
+        process = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"not finished after {SECONDS} s"}
+    if process.returncode == 0:
+        return json.loads(process.stdout.splitlines()[-1])
+    lines = process.stderr.strip().splitlines()
+    return {"failed": lines[-1][:300] if lines else f"exit code {process.returncode}"}
 
-    if args.summary:
-        print(summary(read_rows(args.out)))
+
+def table(rows: list[Row], device: str) -> str:
+    """Return a table in Markdown: milliseconds of each implementation, by workload."""
+    lines = [f"| ms on {device} | {' | '.join(IMPLS)} |", "|---" * (len(IMPLS) + 1) + "|"]
+    for name in dict.fromkeys(row["workload"] for row in rows):
+        found = {row["impl"]: row for row in rows if row["workload"] == name}
+        times = [found.get(impl, {}).get("ms") for impl in IMPLS]
+        cells = ["failed" if ms is None else f"{ms:.3g}" for ms in times]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    failures = [f"{x['workload']}, {x['impl']}: {x['failed']}" for x in rows if "failed" in x]
+    return "\n".join([*lines, "", *failures])
+
+
+def main() -> int:
+    """Measure what the file of rows does not have, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("gpu.jsonl"), help="file of rows")
+    parser.add_argument("--tiny", action="store_true", help="small calls on the CPU")
+    parser.add_argument("--one", nargs=2, metavar=("INDEX", "IMPL"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    workloads, device = (TINY, "cpu") if args.tiny else (WORKLOADS, "cuda")
+    if args.one:
+        index, impl = args.one
+        print(json.dumps(measure(workloads[int(index)], impl, torch.device(device))))
         return 0
-    if args.interpret:
-        os.environ["TRITON_INTERPRET"] = "1"  # must precede the import of Triton
-        from gpu_groups import run_group
-    for stage in args.stage:
-        end = time.monotonic() + 60 * (args.minutes or MINUTES[stage])
-        groups = groups_of(stage, tiny=args.tiny, second=bool(args.ptxas))
-        if args.group:
-            groups = {k: v for k, v in groups.items() if any(word in k for word in args.group)}
-        print(f"stage {stage}: {len(groups)} groups", flush=True)
-        if args.interpret:  # in this process: starting another takes longer than a group
-            for name in groups:
-                run_group(name, args.out, tiny=args.tiny)
-        else:
-            run_stage(groups, end, args)
-    found = failures(read_rows(args.out))
-    print("\n".join(found) or "no check failed")
-    return 1 if found else 0
+    if not args.tiny and not torch.cuda.is_available():
+        print("torch sees no GPU; --tiny runs small calls on the CPU", file=sys.stderr)
+        return 1
+    rows = [json.loads(x) for x in args.out.read_text().splitlines()] if args.out.exists() else []
+    known = {(row["workload"], row["impl"]) for row in rows}
+    with args.out.open("a") as file:
+        for index, workload in enumerate(workloads):
+            for impl in IMPLS:
+                if (str(workload), impl) in known:
+                    continue
+                row = {"workload": str(workload), "impl": impl}
+                rows.append(row | in_own_process(index, impl, tiny=args.tiny))
+                print(json.dumps(rows[-1]), file=file, flush=True)
+    print(table(rows, "cpu" if args.tiny else torch.cuda.get_device_name()))
+    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(arguments()))
+    raise SystemExit(main())

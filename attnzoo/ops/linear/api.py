@@ -109,7 +109,7 @@ def linear_attention(
         state: Sums over the earlier tokens; ``None`` starts a sequence. Gradients flow through it.
         return_state: Whether to return the state after the last token.
         chunk_size: C, in tokens; ``None`` picks one. T need not be a multiple. ``"triton"`` takes
-            16, 32 or 64, and ``"cpp"`` at most 32, where chunks have at most 16 tokens.
+            none, and ``"cpp"`` at most 32, where chunks have at most 16 tokens.
         eps: Added to the denominator.
         feature_map: Applied to q and k: a name of ``FIXED`` or, with weights, of ``LEARNED`` in
             :mod:`attnzoo.ops.features.functional`, such as ``"elu+1"`` or ``"hedgehog"``.
@@ -258,7 +258,11 @@ def _features(x: LinearInputs) -> Tensor:
 
 
 def _triton_reasons(x: LinearInputs) -> list[str]:
-    return triton_reasons(x.q, _features(x), x.v, causal=x.causal)
+    return triton_reasons(x.q, _features(x), x.v, causal=x.causal, chunk_size=x.chunk_size)
+
+
+def _step_triton_reasons(x: LinearInputs) -> list[str]:
+    return triton_reasons(x.q, _features(x), x.v)
 
 
 def _triton_verdict(x: LinearInputs) -> tuple[str, str]:
@@ -291,7 +295,7 @@ register_implementation(
         verdict=_triton_verdict,
         note=_map_in_triton,
         step=run_step_triton,
-        step_reasons=_triton_reasons,
+        step_reasons=_step_triton_reasons,
     ),
     Implementation(
         op="linear_attention",

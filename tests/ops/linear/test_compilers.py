@@ -1,15 +1,15 @@
 """Refused versions of Triton and ptxas, and the configs that defects exclude."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 
-from attnzoo.errors import ConfigError, UnsupportedError
 from attnzoo.ops import linear_attention
-from attnzoo.ops.linear.triton import compilers, configs, launch
+from attnzoo.ops.linear.triton import compilers, configs
 from attnzoo.ops.linear.triton import run as triton_impl
-from attnzoo.ops.linear.triton.configs import Config, Shape
 from tests.kernel_device import kernel_device
 
 
@@ -24,7 +24,7 @@ def ptxas(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("triton", "version", "major", "match"),
+    ("installed", "version", "major", "match"),
     [
         ("3.5.1", "13.4.92", 9, "3.6 or later"),
         ("3.6.0", "13.0.88", 9, r"on Hopper \(point TRITON_PTXAS_PATH at ptxas 13\.3 or later"),
@@ -34,10 +34,10 @@ def ptxas(monkeypatch):
         ("3.10.0+git1", "13.4.92", 9, None),
     ],
 )
-def test_defective_compilers_are_refused(triton, version, major, match, monkeypatch, ptxas):
+def test_defective_compilers_are_refused(installed, version, major, match, monkeypatch, ptxas):
     ptxas(version)
-    monkeypatch.setattr(compilers, "triton_version", lambda: compilers._numbers(triton))
-    monkeypatch.setattr("triton.__version__", triton)
+    monkeypatch.setattr(compilers, "triton_version", lambda: compilers._numbers(installed))
+    monkeypatch.setattr("triton.__version__", installed)
     reasons = compilers.compiler_reasons(major)
     if match is None:
         assert reasons == []
@@ -64,26 +64,40 @@ def test_cautions_name_a_version_without_known_defects(version, major, match, pt
     assert (match in caution and "13.3 or later" in caution) if match else caution == ""
 
 
-@pytest.mark.parametrize("triton", [(3, 5, 1), (3, 6, 0), (3, 7, 1), (3, 8, 0), (3, 8, 1)])
+@pytest.mark.parametrize("version", [(3, 5, 1), (3, 6, 0), (3, 7, 1), (3, 8, 0), (3, 8, 1)])
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_tiles_that_triton_reads_wrongly_get_more_warps(triton, capability, monkeypatch):
-    monkeypatch.setattr(compilers, "triton_version", lambda: triton)
-    affected = capability == 90 and (3, 6, 0) <= triton <= (3, 8, 0)
-    found = 0
-    for kernel in configs.KERNELS:
-        for decay in configs.DECAYS:
-            for kind in configs.KINDS:
-                for size in configs.SIZES:
-                    shape = Shape(kernel, decay, kind, size)
-                    if configs.key(shape, capability) not in configs.table(configs.SHIPPED):
-                        continue
-                    shipped = configs.default_config(shape, capability)
-                    chosen = configs.config(shape, capability)
-                    is_wrong = (shipped.tile, shipped.warps) == (32, 4)
-                    found += is_wrong
-                    assert chosen.warps == (8 if is_wrong and affected else shipped.warps)
-                    assert chosen._replace(warps=0) == shipped._replace(warps=0)
-    assert configs.avoid_defects(Config(64, 4, 2, 32), capability).warps == (8 if affected else 4)
+def test_pairs_of_tile_and_warps_that_triton_compiles_wrongly_are_not_tuned(
+    version, capability, monkeypatch
+):
+    monkeypatch.setattr(compilers, "triton_version", lambda: version)
+    gpu = SimpleNamespace(get_current_target=lambda: SimpleNamespace(arch=capability))
+    monkeypatch.setattr(triton.runtime.driver, "_active", gpu)
+    affected = capability == 90 and (3, 6, 0) <= version <= (3, 8, 0)
+    given = [triton.Config({"C": 64}, num_warps=warps) for warps in (4, 8)]
+    for tile, warps in ((32, [8] if affected else [4, 8]), (64, [4, 8])):
+        found = configs.usable(given, {}, BU=tile, BX=128, OPERAND=triton.language.bfloat16)
+        assert [x.num_warps for x in found] == warps
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "largest"),
+    [("bfloat16", 64, 64), ("bfloat16", 256, 32), ("float32", 128, 32), ("float32", 256, 16)],
+)
+def test_chunks_that_take_minutes_to_compile_are_not_tuned(dtype, size, largest, monkeypatch):
+    gpu = SimpleNamespace(get_current_target=lambda: SimpleNamespace(arch=90))
+    monkeypatch.setattr(triton.runtime.driver, "_active", gpu)
+    given = [triton.Config({"C": chunk}, num_warps=8) for chunk in (16, 32, 64)]
+    operand = getattr(triton.language, dtype)
+    found = configs.usable(given, {}, BU=64, BX=size, OPERAND=operand)
+    assert max(x.kwargs["C"] for x in found) == largest
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer", "wide", "tile"),
+    [(64, 64, False, 64), (128, 100, False, 64), (256, 256, False, 32), (256, 8, True, 16)],
+)
+def test_tiles_of_a_state_fit_into_registers(inner, outer, wide, tile):
+    assert configs.tile_columns(inner, outer, wide=wide) == tile
 
 
 @pytest.mark.parametrize("major", [8, 9, 10])
@@ -120,21 +134,6 @@ def test_a_missing_ptxas_is_a_reason(monkeypatch):
     monkeypatch.setattr(compilers, "ptxas_path", missing)
     (reason,) = compilers.compiler_reasons(9)
     assert f"Cannot find ptxas; set {compilers.ptxas_variable(9)}" in reason
-
-
-def test_dq_and_dk_need_equal_tiles_with_scalar_decay(tmp_path, monkeypatch):
-    key = configs.key(Shape("dk", "scalar", "wide", 64), 90)
-    table = tmp_path / "table.json"
-    table.write_text(f'{{"configs": {{"{key}": [16, 8, 1, 16]}}}}')
-    monkeypatch.setenv(configs.TABLE, str(table))
-    monkeypatch.setattr(launch, "device_properties", lambda device: (90, 132))
-    x = torch.randn(1, 1, 20, 32, device=kernel_device(), requires_grad=True)
-    log_decay = -torch.rand(1, 1, 20, device=kernel_device())
-    out = linear_attention(x, x, x, log_decay=log_decay, impl="triton").out
-    with pytest.raises(
-        (ConfigError, UnsupportedError), match=r"tile of 32 for dq and of 16 for dk"
-    ):
-        out.sum().backward()
 
 
 def test_offsets_between_grouped_heads_exceed_32_bits():

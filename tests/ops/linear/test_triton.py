@@ -16,8 +16,8 @@ from attnzoo.contract.states import LinearState
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.features.functional import FIXED, MapWeights
 from attnzoo.ops.linear.api import linear_attention
-from attnzoo.ops.linear.triton import launch
 from attnzoo.ops.linear.triton import run as triton_impl
+from attnzoo.ops.linear.triton.configs import CONFIGS
 from attnzoo.ops.linear.triton.custom_op import (
     linear_sums_triton,
     linear_sums_triton_backward,
@@ -36,15 +36,22 @@ DEVICE = kernel_device()
 NAMES = ("q", "k", "v", "log_decay", "kv", "z")
 
 
+def set_chunk(tokens):
+    """Set the chunks of the interpreter; on a GPU, the autotuner chooses."""
+    if DEVICE.type == "cpu":
+        CONFIGS[0].kwargs["C"] = tokens
+
+
 @pytest.fixture(autouse=True)
 def _nan_in_uninitialized_memory():
+    set_chunk(16)
     with nan_in_uninitialized_memory():
         yield
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelCase:
-    """Options of a call; splits of 32 tokens in chunks of 16, so that short inputs have several."""
+    """Options of a call; short chunks in the interpreter, so that short inputs have several."""
 
     decay: str = "none"
     normalize: bool = True
@@ -61,11 +68,10 @@ class KernelCase:
     value_mean: float = 0.0
     gate_scale: float = 1.0
     strong_gates: tuple[tuple[int, int], ...] = ()  # ranges of tokens with very strong gates
-    split_size: int = 32
     chunk_size: int = 16
 
 
-MIXED = (5, 0, 1, 33, 16, 49)  # up to one chunk, split, and several of them
+MIXED = (5, 0, 1, 33, 16, 49)  # up to one chunk, and several of them
 
 
 def sequences_of(case):
@@ -152,7 +158,8 @@ def _each_alone(case, tensors, sequences):
 def run_kernels(case, tensors, sequences):
     """Compute a call with the kernels."""
     table = (None, None) if sequences is None else (sequences.starts, sequences.lengths)
-    options = (case.feature_map, 0.5, 0.7, case.normalize, 1e-6, case.chunk_size, case.split_size)
+    options = (case.feature_map, 0.5, 0.7, case.normalize, 1e-6)
+    set_chunk(case.chunk_size)
     found = linear_triton(*tensors, *table, *options, case.return_state)
     return found if case.return_state else found[:1]
 
@@ -204,10 +211,10 @@ CASES = (
     KernelCase(),
     KernelCase(has_state=False, return_state=False),
     KernelCase(decay="head", groups=3, lengths=MIXED),
-    KernelCase(decay="token", normalize=False, split_size=128),
+    KernelCase(decay="token", normalize=False),
     KernelCase(decay="token", groups=2, lengths=MIXED),
     KernelCase(decay="token", lengths=MIXED, has_state=False),
-    KernelCase(decay="token", lengths=(12, 25), return_state=False, split_size=16),
+    KernelCase(decay="token", lengths=(12, 25), return_state=False),
     KernelCase(decay="channel", normalize=False, groups=2, lengths=MIXED),
     KernelCase(decay="channel", lengths=(12, 7, 18), is_dense=True),
     KernelCase(decay="channel", lengths=(20, 0, 34), has_state=False, return_state=False),
@@ -232,7 +239,6 @@ CASES = (
             d=16,
             e=32,
             chunk_size=chunk_size,
-            split_size=64,
             gate_scale=0.3,
         )
         for decay, chunk_size in (("none", 64), ("token", 64), ("channel", 32), ("channel", 64))
@@ -247,7 +253,7 @@ def test_kernels_match_reference_in_float64(case):
         assert error < budget.get(name, 2e-6), f"{name}: {error:.1e}"
 
 
-LONG = {"length": 2048, "d": 32, "e": 32, "chunk_size": 64, "split_size": 1024}
+LONG = {"length": 2048, "d": 32, "e": 32, "chunk_size": 64}
 
 
 @pytest.mark.parametrize("decay", ["none", "token", "channel"])
@@ -310,7 +316,7 @@ def test_strong_gates_neither_overflow_nor_cancel(decay, gate):
         pytest.param(((0, 1),), marks=pytest.mark.exhaustive),
         ((31, 32), (33, 34)),  # the last of a chunk, and the second of the next
         pytest.param(((32, 33), (79, 80)), marks=pytest.mark.exhaustive),
-        ((64, 66), (90, 95)),  # the first of a split
+        ((64, 66), (90, 95)),  # the first of a chunk
         pytest.param(((40, 62),), marks=pytest.mark.exhaustive),
         ((10, 11), (12, 13), (14, 15), (95, 96)),
     ],
@@ -320,7 +326,7 @@ def test_strong_gates_neither_overflow_nor_cancel(decay, gate):
 @pytest.mark.parametrize("normalize", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_chunks_with_strong_gates_are_processed_in_windows(decay, strong_gates, normalize):
     case = KernelCase(
-        decay=decay, strong_gates=strong_gates, normalize=normalize, length=96, split_size=64,
+        decay=decay, strong_gates=strong_gates, normalize=normalize, length=96,
         chunk_size=32, gate_scale=0.2, groups=1 + normalize, is_dense=True,
         lengths=(32, 17, 47) if normalize else (),
     )  # fmt: skip
@@ -332,10 +338,8 @@ def test_chunks_with_strong_gates_are_processed_in_windows(decay, strong_gates, 
 
 @pytest.mark.parametrize("decay", ["token", "channel"])
 def test_chunks_after_strong_gates_are_not_processed_in_windows(decay):
-    # Twelve chunks in one split, more than a run of chunks
-    case = KernelCase(
-        decay=decay, strong_gates=((40, 42), (150, 151)), length=185, split_size=192, gate_scale=0.2
-    )
+    # Twelve chunks, more than a run of chunks
+    case = KernelCase(decay=decay, strong_gates=((40, 42), (150, 151)), length=185, gate_scale=0.2)
     for name, error in errors(case).items():
         assert error < 1e-5, f"{name}: {error:.1e}"
 
@@ -343,7 +347,7 @@ def test_chunks_after_strong_gates_are_not_processed_in_windows(decay):
 @pytest.mark.parametrize("decay", ["token", "channel"])
 def test_decays_near_the_limit_of_factored_chunks(decay):
     # In chunks of 32, decays of some channels are slightly below and above the limit
-    case = KernelCase(decay=decay, length=96, split_size=96, chunk_size=32, gate_scale=3.7)
+    case = KernelCase(decay=decay, length=96, chunk_size=32, gate_scale=3.7)
     for name, error in errors(case).items():
         assert error < 1e-5 or name == "log_decay", f"{name}: {error:.1e}"
 
@@ -354,7 +358,7 @@ def test_decay_gradients_near_the_limit_of_factored_chunks(decay):
 
     Each term has the error of a weight, whose exponent of up to 80 is rounded.
     """
-    case = KernelCase(decay=decay, length=96, split_size=96, chunk_size=32, gate_scale=3.7)
+    case = KernelCase(decay=decay, length=96, chunk_size=32, gate_scale=3.7)
     case = replace(case, feature_map="identity", normalize=False)
     actual, exact = run_twice(case), results(case, reference, torch.float64)
     torch.manual_seed(1)  # as in results
@@ -509,32 +513,15 @@ def test_prefill_then_decode_matches_one_pass():
     torch.testing.assert_close(state, full.state)
 
 
-@pytest.mark.parametrize(
-    ("programs", "tokens", "splits"),
-    [
-        (192, 8192, 1),  # one round; splits would only read more
-        (16, 8192, 16),  # 256 of at most 264 concurrent programs
-        (264, 65536, 1),
-        (265, 65536, 25),  # one split takes two rounds, the second nearly empty
-        (1, 300, 1),
-        (8, 0, 1),
-    ],
-)
-def test_splits_fill_the_gpu(programs, tokens, splits):
-    size = launch.choose_split_size(programs, tokens, 264)
-    assert size % 64 == 0
-    assert max(1, -(-tokens // size)) == splits
-
-
 @pytest.mark.parametrize("has_state", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_operators_pass_opcheck(has_state):
     case = KernelCase(decay="token", lengths=(7, 0, 11), is_dense=True, has_state=has_state)
     tensors, sequences = make(case)
     tensors = [x if x is None else x.requires_grad_() for x in tensors]
     table = sequences.starts, sequences.lengths
-    arguments = (*table, "elu+1", 0.5, 0.7, True, 1e-6, 16, 32, has_state)
+    arguments = (*table, "elu+1", 0.5, 0.7, True, 1e-6, has_state)
     check_operator(linear_triton, (*tensors, *arguments), trace=True)
-    sums = *table, *LinearOptions(chunk_size=16, return_state=has_state)
+    sums = *table, *LinearOptions(return_state=has_state)
     check_operator(linear_sums_triton, (*tensors, *sums), trace=True)
     tensors = [x if x is None else x.detach() for x in tensors]
     with torch.no_grad():
@@ -564,7 +551,7 @@ def test_operators_of_a_step_pass_opcheck(slots):
     ("changes", "match"),
     [
         ({"causal": False}, "causal"),
-        ({"chunk_size": 48}, "16, 32 or 64"),
+        ({"chunk_size": 32}, "the kernels choose it"),
         ({"scale": 0.0}, "other than 0"),
     ],
 )
@@ -610,8 +597,7 @@ def test_without_gpu_and_interpreter_triton_raises_and_auto_selects_another_impl
 def test_a_row_without_sequences_gives_zeros():
     (q, k, v, *_), _ = make(KernelCase(length=70))
     none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
-    options = LinearOptions(split_size=32)
-    out, kv, z = linear_triton(q, k, v, None, None, None, none, none, *options)
+    out, kv, z = linear_triton(q, k, v, None, None, None, none, none, *LinearOptions())
     assert torch.equal(out, torch.zeros_like(out))
     assert (len(kv), len(z)) == (0, 0)
 
@@ -630,7 +616,7 @@ def test_sums_equal_those_of_values_and_ones(return_state):
         leaves = [x.to(dtype).requires_grad_() for x in (q, k, v, log_decay, kv, z)]
         if dtype == torch.float32:
             state = LinearState(*leaves[4:])
-            out, total, last = linear_sums(*leaves[:4], state, sequences, 16, return_state)
+            out, total, last = linear_sums(*leaves[:4], state, sequences, return_state)
             assert (last is not None) == return_state
         else:
             rows = [*leaves[:2], F.pad(leaves[2], (0, 1), value=1.0), leaves[3]]

@@ -269,7 +269,7 @@ def test_the_identity_has_the_versions_of_kernels_and_compilers(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(kernel_groups, "driver_version", lambda: "580.1")
     triton_verdicts._identity.cache_clear()
-    found = triton_verdicts._identity(torch.device("cuda", 0), "ptxas", "")
+    found = triton_verdicts._identity(torch.device("cuda", 0), "ptxas")
     assert found["ptxas"].count(".") == 2
     assert (found["device"], found["capability"]) == ("NVIDIA Test", "9.0")
     triton_verdicts._identity.cache_clear()
@@ -394,13 +394,13 @@ def test_auto_selects_the_kernels_of_the_hybrid_only_if_they_passed(gpu, monkeyp
 
 
 def test_the_identity_depends_on_the_sources_of_the_hybrid(tmp_path, monkeypatch):
-    before = triton_verdicts._source_hash("")
+    before = triton_verdicts._source_hash()
     read = Path.read_bytes
     for name in ("window/triton/window.py", "hybrid/triton/check.py", "hybrid/triton/merge.py"):
         triton_verdicts._source_hash.cache_clear()
         changed = lambda path, name=name: read(path) + b"#" * path.as_posix().endswith(name)  # noqa: E731
         monkeypatch.setattr(Path, "read_bytes", changed)
-        assert triton_verdicts._source_hash("") != before
+        assert triton_verdicts._source_hash() != before
     triton_verdicts._source_hash.cache_clear()
 
 

@@ -16,9 +16,7 @@ from attnzoo.runtime.kernel_calls import check_reverse_mode
 
 def triton_reasons(x: DeltaInputs) -> list[str]:
     """Return every reason why the kernels do not support a call."""
-    reasons = linear_reasons(x.q, x.k, x.v)
-    if x.chunk_size is not None:
-        reasons.append(f"chunk_size is {x.chunk_size} (the kernels choose it; leave it out)")
+    reasons = linear_reasons(x.q, x.k, x.v, chunk_size=x.chunk_size)
     return reasons
 
 

@@ -27,7 +27,6 @@ from attnzoo.ops.linear.common import LinearInputs, StepGate
 from attnzoo.runtime.verdicts import run_check
 
 SCALE, EPS, FEATURE_SCALE = 0.7, 1e-6, 0.25
-SPLIT = 64  # tokens per split, so that short inputs have several
 Results = TypeVar("Results")
 GRADIENTS = ("dq", "dk", "dv", "dkv", "dz", "d_log_decay")
 
@@ -73,7 +72,7 @@ KINDS = ("bare", "mapped", "any", "wide")
 
 
 def cases(decay: str, size: int, kind: str, small: bool) -> Iterator[CheckCase]:
-    """Yield the cases of a kind: several splits, strong gates, without states, one token.
+    """Yield the cases of a kind: several chunks, strong gates, without states, one token.
 
     ``small`` cases are for the interpreter.
     """
@@ -179,13 +178,13 @@ def run_op(impl: str) -> Compute:
 
 
 def run_kernels(x: Inputs, tensors: list[Tensor | None]) -> tuple[Tensor, ...]:
-    """Compute a case with the kernels of a sequence, in several splits."""
+    """Compute a case with the kernels of a sequence."""
     from attnzoo.ops.linear.triton.custom_op import linear_triton
 
     q, k, v, kv, z, log_decay = tensors
     case = x.case
     table = (None, None) if x.sequences is None else (x.sequences.starts, x.sequences.lengths)
-    options = (case.feature_map, FEATURE_SCALE**0.5, SCALE, case.normalize, EPS, 0, SPLIT)
+    options = (case.feature_map, FEATURE_SCALE**0.5, SCALE, case.normalize, EPS)
     found = linear_triton(q, k, v, log_decay, kv, z, *table, *options, case.has_state)
     return found if case.has_state else found[:1]  # type: ignore[no-any-return]
 

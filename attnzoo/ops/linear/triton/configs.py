@@ -1,92 +1,61 @@
-"""Table of block configs: chunk, warps, stages and tile per architecture, kernel and shape.
+"""The configs between which Triton's autotuner chooses: tokens of a chunk, warps and stages.
 
-Kernels are not autotuned at the first call; each compiles once.
-
-- ``python -m tools.triton_configs.select_configs`` writes ``shipped.json`` without a GPU.
-- ``python -m tools.triton_configs.compile_aot`` compiles every row and prints registers, spills and
-  shared memory.
-- ``python -m tools.triton_configs.tune`` measures configs on a GPU and writes a table of the same
-  format, which the environment variable ``ATTNZOO_KERNEL_TABLE`` selects.
+A kernel is compiled with each at the first call of a kind, and the fastest runs from then on; those
+that need more shared memory than the GPU has are skipped. The interpreter has one config.
 """
 
 from __future__ import annotations
 
-import json
-import os
-from functools import cache
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any
+
+import triton
 
 from attnzoo.ops.linear.triton.compilers import miscompiles_tile
+from attnzoo.runtime.triton_interpreter import interpreted
+from attnzoo.runtime.triton_products import block_size
 
-# split_sums_kernel; out_kernel, twice ("shared" computes statistics); query_gradient_kernel;
-# key_gradient_kernel, twice
-KERNELS = ("sums", "out", "shared", "dq", "dv", "dk")
-DECAYS = ("none", "scalar", "vector")
-# bare: bfloat16 without feature map and normalisation; mapped: with a feature map or normalised;
-# any: with sizes that are not powers of two; wide: float32 operands (float32 and float16 inputs)
-KINDS = ("bare", "mapped", "any", "wide")
-SIZES = (64, 128, 256)  # in the table; smaller sizes use the row of 64
-TABLE = "ATTNZOO_KERNEL_TABLE"  # environment variable: path of a table that tune has written
-SHIPPED = Path(__file__).parent / "shipped.json"
-# Shared memory limit of a block, in bytes; no GPU that uses the rows of sm_80 has a lower limit
-SHARED_BYTES = {80: 99 * 1024, 90: 227 * 1024}
+CHUNK_BYTES = 2**14  # of the rows of a chunk; larger ones spill, and take minutes to compile
+STATE_ELEMENTS = 8192  # of a tile of a state: 64 registers per thread of 4 warps
 
-
-class Config(NamedTuple):
-    """Compile-time constants of one kernel."""
-
-    chunk: int  # C, in tokens
-    warps: int
-    stages: int  # chunks whose loads are pipelined
-    tile: int  # columns of the state per program
+if interpreted():
+    CONFIGS = [triton.Config({"C": 16})]
+else:
+    CONFIGS = [
+        triton.Config({"C": chunk}, num_warps=warps, num_stages=stages)
+        for chunk, warps, stages in (
+            *((64, 4, 2), (64, 8, 3)),
+            *((32, 4, 2), (32, 8, 2)),
+            (16, 8, 1),  # needs the least shared memory
+        )
+    ]
 
 
-class Shape(NamedTuple):
-    """Key of a config, without the architecture."""
+def tile_columns(inner: int, outer: int, *, wide: bool) -> int:
+    """Return the columns of a tile of a state: as many as fit into the registers of a program.
 
-    kernel: str  # of KERNELS
-    decay: str  # of DECAYS
-    kind: str  # of KINDS
-    size: int  # padded size of the dimension that the products contract, a power of two
-
-
-@cache
-def table(path: Path | str) -> dict[str, Config]:
-    """Return the configs of a table by key."""
-    rows = json.loads(Path(path).read_text("utf-8"))
-    return {key: Config(*chosen) for key, chosen in rows["configs"].items()}
-
-
-def key(shape: Shape, capability: int) -> str:
-    """Return the key of a table row, for a compute capability such as 90.
-
-    Hopper and later data-centre GPUs use the rows of sm_90. All others have less shared memory and
-    no warp-group products, and use those of sm_80.
+    Args:
+        inner: Size of the dimension that the products contract, a power of two.
+        outer: Size of the dimension that tiles divide.
+        wide: Whether operands are float32.
     """
-    arch = 90 if 90 <= capability < 120 else 80
-    return f"sm_{arch} {shape.kernel} {shape.decay} {shape.kind} {max(64, shape.size)}"
+    return min(block_size(outer), max(16, STATE_ELEMENTS // inner // (2 if wide else 1)))
 
 
-def default_config(shape: Shape, capability: int) -> Config:
-    """Return the shipped config for a compute capability, such as 80 or 90."""
-    return table(SHIPPED)[key(shape, capability)]
+def autotuned(*names: str) -> Callable[[Any], Any]:
+    """Return a decorator of a kernel that is tuned for sizes, options and some more constants."""
+    key = ["D", "E", "G", "BU", "MAP", "DECAY", "NORMALIZE", "PRECISION", "VARLEN", *names]
+    prune = {"early_config_prune": usable}
+    return triton.autotune(CONFIGS, key=key, prune_configs_by=prune)  # type: ignore[no-any-return]
 
 
-def avoid_defects(chosen: Config, capability: int) -> Config:
-    """Return a config without the pairs of tile and warps that Triton compiles wrongly.
-
-    More warps per tile need fewer registers per thread, and the same shared memory.
-    """
-    wrong = miscompiles_tile(chosen.tile, chosen.warps, capability)
-    return chosen._replace(warps=8) if wrong else chosen
-
-
-def config(shape: Shape, capability: int) -> Config:
-    """Return the config from the table that ``TABLE`` names if it has one, else the shipped one.
-
-    Pairs of tile and warps that the installed Triton is reported to compile wrongly are replaced.
-    """
-    path = os.environ.get(TABLE)
-    row = table(path).get(key(shape, capability)) if path else None
-    return avoid_defects(row or default_config(shape, capability), capability)
+def usable(configs: list[Any], arguments: Any, **constants: Any) -> list[Any]:
+    """Return the configs that compile in seconds, and are not known to compile wrongly."""
+    capability = triton.runtime.driver.active.get_current_target().arch
+    row = constants["BX"] * constants["OPERAND"].primitive_bitwidth // 8
+    return [
+        x
+        for x in configs
+        if x.kwargs["C"] * row <= CHUNK_BYTES
+        and not miscompiles_tile(constants["BU"], x.num_warps, capability)
+    ]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attnzoo.ops.linear.triton.configs import autotuned
 from attnzoo.ops.linear.triton.decay import (
     matmul_cumsum,
     pair_decay,
@@ -37,8 +38,9 @@ from attnzoo.ops.linear.triton.rows import (
     load_d_out,
     load_key_features,
     load_query_features,
+    load_state,
+    locate_program,
 )
-from attnzoo.ops.linear.triton.splits import load_state, locate_program
 from attnzoo.runtime.triton_products import dot_add
 
 
@@ -195,28 +197,27 @@ def key_gradient_chunk(
 
 # Gradients of keys and values: see above.              (arXiv:2006.16236, 2307.08621, 2312.06635)
 #
-# grid     (B * Hkv * N * tiles): one program processes one split of one key head, one tile of u
+# grid     (B * Hkv * S * tiles): one program processes one sequence of one key head, one tile of u
 # reads    q [B, H, T, D], do [B, H, T, E], k [B, Hkv, T, D], v [B, Hkv, T, E], any strides and
 #          float dtypes; the gradient of the state after each sequence (RETURN_STATE; else zeros),
-#          [S, Hkv, D, E] and [S, Hkv, D], and at the boundaries, [B, Hkv, J, D, E] and
-#          [B, Hkv, J, D], float32; what out_kernel writes with STATISTICS
+#          [S, Hkv, D, E] and [S, Hkv, D], float32; what out_kernel writes with STATISTICS
 # writes   OF "values"  result [B, T, Hkv, E]; state_first (HAS_STATE): the gradient of the state
 #                       before each sequence
 #          OF "keys"    result [B, T, Hkv, D]; state_first: the gradient of its z; if DECAY_GRAD,
 #                       d_log_decay, shaped like q_dq, from dg_t = dg_(t+1) + q_t dq_t - k_t dk_t,
-#                       which starts from <S, dS> at the end of the split (S is kv_last and z_last,
-#                       or at a boundary kv_ends and z_ends)
+#                       which starts from <S, dS> at the end of the sequence (S is kv_last, z_last)
 # scale    multiplies results unless NORMALIZE; gradients of states do not include it
 # memory   reads and writes each tensor once
-# limits   D, E <= 256; C a power of two; split_size a multiple of C
+# limits   D, E <= 256; C a power of two
 # oracle   linear_attention(impl="reference") and autograd, on a GPU and with TRITON_INTERPRET=1
-@triton.jit(do_not_specialize=["tokens", "num_splits", "num_sequences"])
+@autotuned("OF", "DIVIDE", "DECAY_GRAD")
+@triton.jit(do_not_specialize=["tokens", "num_sequences"])
 def key_gradient_kernel(
-    q, k, v, d_out, result, log_decay, starts, lengths, boundary_sequences,
-    kv_given, z_given, kv_boundaries, z_boundaries, state_first, kv_last, z_last, kv_ends, z_ends,
-    inv_denom, delta, row_maxima, q_dq, d_log_decay,
+    q, k, v, d_out, result, log_decay, starts, lengths,
+    kv_given, z_given, state_first, kv_last, z_last, inv_denom, delta, row_maxima, q_dq,
+    d_log_decay,
     q_batch, q_head, k_batch, k_head, v_batch, v_head, o_batch, o_head, gate_batch, gate_head,
-    result_batch, tokens, split_size, num_splits, num_sequences, scale, map_scale,
+    result_batch, tokens, num_sequences, scale, map_scale,
     q_token: tl.constexpr, k_token: tl.constexpr, v_token: tl.constexpr, o_token: tl.constexpr,
     gate_token: tl.constexpr, key_heads: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, G: tl.constexpr, C: tl.constexpr,
@@ -226,17 +227,14 @@ def key_gradient_kernel(
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, VARLEN: tl.constexpr,
     HAS_STATE: tl.constexpr, RETURN_STATE: tl.constexpr,
 ):  # fmt: skip
-    """Process one split; see above."""
+    """Process one sequence; see above."""
     VALUES: tl.constexpr = OF == "values"
     X_SIZE: tl.constexpr = D if VALUES else E
     U_SIZE: tl.constexpr = E if VALUES else D
-    tile, bh, sequence, split_start, split_end, is_first, is_last = locate_program(
-        starts, lengths, boundary_sequences, tokens, split_size, num_splits, num_sequences,
-        key_heads, TILES, VARLEN,
-    )  # fmt: skip
-    if VARLEN and (split_start >= split_end) & (not is_first):
-        return
-    num_key_heads = tl.num_programs(0).to(tl.int64) // (TILES * num_splits)  # B * Hkv
+    tile, bh, sequence, begin, stop = locate_program(
+        starts, lengths, tokens, num_sequences, key_heads, TILES, VARLEN
+    )
+    num_key_heads = tl.num_programs(0).to(tl.int64) // (TILES * num_sequences)  # B * Hkv
     b, h = bh // key_heads, bh % key_heads
     heads = key_heads * G
     first_row = (b * heads + h * G) * tokens
@@ -257,39 +255,38 @@ def key_gradient_kernel(
     else:
         offsets = u_column[None, :] * E + x_column[:, None]
     of_sequence = sequence * key_heads + h
-    of_boundary = bh * (num_splits - num_sequences) + split_end // split_size - 1
     state, z = load_state(
-        kv_given, z_given, kv_boundaries, z_boundaries, of_sequence, of_boundary, is_last, offsets,
-        x_column, u_column, qk_column, D, E, X_SIZE, U_SIZE, RETURN_STATE,
+        kv_given, z_given, of_sequence, offsets, x_column, u_column, qk_column, D, E, X_SIZE,
+        U_SIZE, RETURN_STATE,
     )  # fmt: skip
     suffix_sum = 0.0
     if DECAY_GRAD and not VALUES:
         end_state, z_end = load_state(
-            kv_last, z_last, kv_ends, z_ends, of_sequence, of_boundary, is_last, offsets,
-            x_column, u_column, qk_column, D, E, X_SIZE, U_SIZE, RETURN_STATE,
+            kv_last, z_last, of_sequence, offsets, x_column, u_column, qk_column, D, E, X_SIZE,
+            U_SIZE, RETURN_STATE,
         )  # fmt: skip
-        suffix_sum = tl.sum(end_state * state, 0) + z_end * z  # <S, dS> at the end of the split
+        suffix_sum = tl.sum(end_state * state, 0) + z_end * z  # <S, dS> at the end of the sequence
         if DECAY == "scalar":
             suffix_sum = tl.sum(suffix_sum, 0)
         suffix_sum *= scale
     if DECAY == "vector":
-        position = split_end  # tokens from here on are finished
-        while position > split_start:
-            chunks = (position - split_start + C - 1) // C
+        position = stop  # tokens from here on are finished
+        while position > begin:
+            chunks = (position - begin + C - 1) // C
             first = tl.maximum(chunks - CHUNKS_PER_RUN, 0)
             run, whole = tl.full((), 1, tl.int32), tl.full((), 0, tl.int32)
             for i in range(chunks - first):
                 state, z, suffix_sum, run = key_gradient_chunk(
-                    state, z, suffix_sum, run, split_start + (chunks - 1 - i) * C, position, inputs,
+                    state, z, suffix_sum, run, begin + (chunks - 1 - i) * C, position, inputs,
                     statistics, outputs, strides, place, columns, numbers, q_token, k_token,
                     v_token, o_token, gate_token, key_heads, D, E, G, C, OF, MAP, DECAY, NORMALIZE,
                     DIVIDE, DECAY_GRAD, OPERAND, PRECISION, True,
                 )  # fmt: skip
                 whole += run
-            position = tl.minimum(split_start + (chunks - whole) * C, position)
+            position = tl.minimum(begin + (chunks - whole) * C, position)
             windows_start = position
             if run == 0:
-                windows_start = split_start + (chunks - whole - 1) * C
+                windows_start = begin + (chunks - whole - 1) * C
             while position > windows_start:
                 start = tl.maximum(position - WINDOW, windows_start)
                 start = position - window_length(
@@ -303,15 +300,15 @@ def key_gradient_kernel(
                 )  # fmt: skip
                 position = start
     else:
-        chunks = (split_end - split_start + C - 1) // C
+        chunks = (stop - begin + C - 1) // C
         for i in range(chunks):
             state, z, suffix_sum, _ = key_gradient_chunk(
-                state, z, suffix_sum, 0, split_start + (chunks - 1 - i) * C, split_end, inputs,
+                state, z, suffix_sum, 0, begin + (chunks - 1 - i) * C, stop, inputs,
                 statistics, outputs, strides, place, columns, numbers, q_token, k_token, v_token,
                 o_token, gate_token, key_heads, D, E, G, C, OF, MAP, DECAY, NORMALIZE, DIVIDE,
                 DECAY_GRAD, OPERAND, PRECISION, False,
             )  # fmt: skip
-    if HAS_STATE and is_first:
+    if HAS_STATE:
         if VALUES:
             first = state_first + of_sequence * D * E
             store_tile(first, state, offsets, x_column, u_column, X_SIZE, U_SIZE)

@@ -5,7 +5,7 @@ With tokens i and j of one chunk, decay weights w and a state S in registers:
     out_i = sum over j <= i of w_ij (q_i k_j) v_j + w_i q_i S
     S     = decay S + sum of w_j k_j v_j^T
 
-q and k are features. Only inputs, results and one state per split are in global memory. Queries
+q and k are features. Only inputs and results are in global memory. Queries
 and keys have all their columns; values, S and the output are divided into tiles of columns, one per
 program, because a state must fit into registers.
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attnzoo.ops.linear.triton.configs import autotuned
 from attnzoo.ops.linear.triton.decay import (
     pair_decay,
     scalar_decay,
@@ -37,8 +38,9 @@ from attnzoo.ops.linear.triton.rows import (
     as_int64,
     load_key_features,
     load_query_features,
+    load_state,
+    locate_program,
 )
-from attnzoo.ops.linear.triton.splits import load_state, locate_program
 from attnzoo.runtime.triton_products import dot_add
 
 WINDOW: tl.constexpr = tl.constexpr(16)  # tokens of a window, for strong decays per channel
@@ -162,12 +164,11 @@ def out_chunk(
 
 # Output: see above.                                    (arXiv:2006.16236, 2307.08621, 2312.06635)
 #
-# grid     (B * Hkv * N * tiles): one program processes one split of one key head and one tile of
-#          values, see splits.py; the tiles of a split have consecutive indices, so that the cache
-#          serves q and k
+# grid     (B * Hkv * S * tiles): one program processes one sequence of one key head and one tile
+#          of values; tiles of a sequence have consecutive indices, so that the cache serves q and k
 # reads    q [B, H, T, D], k [B, Hkv, T, D], v [B, Hkv, T, E], any strides and float dtypes; the
-#          state before each sequence (HAS_STATE; else zeros), [S, Hkv, D, E] and [S, Hkv, D], and
-#          at the boundaries, [B, Hkv, J, D, E] and [B, Hkv, J, D], float32
+#          state before each sequence (HAS_STATE; else zeros), [S, Hkv, D, E] and [S, Hkv, D],
+#          float32
 # writes   result [B, T, H, E]; RETURN_STATE: kv_last, z_last, the state after each sequence;
 #          WEIGHTS, which excludes NORMALIZE: the sums of weights, [B, H, T], in inv_denom.
 #          STATISTICS, for the backward pass, instead: result, delta per tile, [tiles, B, H, T],
@@ -176,14 +177,15 @@ def out_chunk(
 #          exponents, and how many entries equal them
 # scale    multiplies results unless NORMALIZE, which divides by q z + eps
 # memory   reads and writes each tensor once
-# limits   D, E <= 256; C a power of two; split_size a multiple of C
+# limits   D, E <= 256; C a power of two
 # oracle   linear_attention(impl="reference") and autograd, on a GPU and with TRITON_INTERPRET=1
-@triton.jit(do_not_specialize=["tokens", "num_splits", "num_sequences"])
+@autotuned("STATISTICS")
+@triton.jit(do_not_specialize=["tokens", "num_sequences"])
 def out_kernel(
-    q, k, v, d_out, result, log_decay, starts, lengths, boundary_sequences,
-    kv_given, z_given, kv_boundaries, z_boundaries, kv_last, z_last, inv_denom, row_maxima,
+    q, k, v, d_out, result, log_decay, starts, lengths,
+    kv_given, z_given, kv_last, z_last, inv_denom, row_maxima,
     q_batch, q_head, k_batch, k_head, v_batch, v_head, o_batch, o_head, gate_batch, gate_head,
-    tokens, split_size, num_splits, num_sequences, scale, map_scale, eps,
+    tokens, num_sequences, scale, map_scale, eps,
     q_token: tl.constexpr, k_token: tl.constexpr, v_token: tl.constexpr, o_token: tl.constexpr,
     gate_token: tl.constexpr, key_heads: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, G: tl.constexpr, C: tl.constexpr,
@@ -192,14 +194,11 @@ def out_kernel(
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, VARLEN: tl.constexpr,
     HAS_STATE: tl.constexpr, RETURN_STATE: tl.constexpr,
 ):  # fmt: skip
-    """Process one split; see above."""
-    tile, bh, sequence, split_start, split_end, is_first, is_last = locate_program(
-        starts, lengths, boundary_sequences, tokens, split_size, num_splits, num_sequences,
-        key_heads, TILES, VARLEN,
-    )  # fmt: skip
-    if VARLEN and (split_start >= split_end) & (not is_first):
-        return
-    num_key_heads = tl.num_programs(0).to(tl.int64) // (TILES * num_splits)  # B * Hkv
+    """Process one sequence; see above."""
+    tile, bh, sequence, begin, stop = locate_program(
+        starts, lengths, tokens, num_sequences, key_heads, TILES, VARLEN
+    )
+    num_key_heads = tl.num_programs(0).to(tl.int64) // (TILES * num_sequences)  # B * Hkv
     b, h = bh // key_heads, bh % key_heads
     heads = key_heads * G
     first_row = (b * heads + h * G) * tokens
@@ -216,28 +215,26 @@ def out_kernel(
     columns, numbers = (x_column, u_column), (scale, map_scale, eps)
     offsets = x_column[:, None] * E + u_column[None, :]
     of_sequence = sequence * key_heads + h
-    of_boundary = bh * (num_splits - num_sequences) + split_start // split_size - 1
     state, z = load_state(
-        kv_given, z_given, kv_boundaries, z_boundaries, of_sequence, of_boundary, is_first, offsets,
-        x_column, u_column, x_column, D, E, D, E, HAS_STATE,
-    )  # fmt: skip
+        kv_given, z_given, of_sequence, offsets, x_column, u_column, x_column, D, E, D, E, HAS_STATE
+    )
     if DECAY == "vector":
-        position = split_start
-        while position < split_end:
-            chunks = tl.minimum((split_end - position + C - 1) // C, CHUNKS_PER_RUN)
+        position = begin
+        while position < stop:
+            chunks = tl.minimum((stop - position + C - 1) // C, CHUNKS_PER_RUN)
             run, whole = tl.full((), 1, tl.int32), tl.full((), 0, tl.int32)
             for i in range(chunks):
                 state, z, run = out_chunk(
-                    state, z, run, position + i * C, split_end, inputs, outputs, strides, place,
+                    state, z, run, position + i * C, stop, inputs, outputs, strides, place,
                     columns, numbers, q_token, k_token, v_token, o_token, gate_token, D, E, G, C,
                     STATISTICS, WEIGHTS, MAP, DECAY, NORMALIZE, OPERAND, PRECISION,
                     True,
                 )  # fmt: skip
                 whole += run
-            position = tl.minimum(position + whole * C, split_end)
+            position = tl.minimum(position + whole * C, stop)
             windows_end = position
             if run == 0:
-                windows_end = tl.minimum(position + C, split_end)
+                windows_end = tl.minimum(position + C, stop)
             while position < windows_end:
                 end = tl.minimum(position + WINDOW, windows_end)
                 end = position + window_length(
@@ -251,14 +248,14 @@ def out_kernel(
                 )  # fmt: skip
                 position = end
     else:
-        for i in range((split_end - split_start + C - 1) // C):
+        for i in range((stop - begin + C - 1) // C):
             state, z, _ = out_chunk(
-                state, z, 0, split_start + i * C, split_end, inputs, outputs, strides, place,
+                state, z, 0, begin + i * C, stop, inputs, outputs, strides, place,
                 columns, numbers, q_token, k_token, v_token, o_token, gate_token, D, E, G, C,
                 STATISTICS, WEIGHTS, MAP, DECAY, NORMALIZE, OPERAND, PRECISION,
                     False,
             )  # fmt: skip
-    if RETURN_STATE and is_last:
+    if RETURN_STATE:
         store_tile(kv_last + of_sequence * D * E, state, offsets, x_column, u_column, D, E)
         if tile == 0:
             tl.store(z_last + of_sequence * D + x_column, z, mask=x_column < D)

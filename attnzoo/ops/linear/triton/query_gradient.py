@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attnzoo.ops.linear.triton.configs import autotuned
 from attnzoo.ops.linear.triton.decay import (
     pair_decay,
     scalar_decay,
@@ -33,8 +34,9 @@ from attnzoo.ops.linear.triton.rows import (
     load_d_out,
     load_key_features,
     load_query_features,
+    load_state,
+    locate_program,
 )
-from attnzoo.ops.linear.triton.splits import load_state, locate_program
 from attnzoo.runtime.triton_products import dot_add
 
 
@@ -157,21 +159,22 @@ def query_gradient_chunk(
 
 # Gradient of the queries: see above.                   (arXiv:2006.16236, 2307.08621, 2312.06635)
 #
-# grid     (B * Hkv * N * tiles): one program processes one split of one key head, one tile of keys
+# grid     (B * Hkv * S * tiles): one program processes one sequence of one key head, one tile of k
 # reads    q [B, H, T, D], do [B, H, T, E], k [B, Hkv, T, D], v [B, Hkv, T, E], any strides and
 #          float dtypes; the states that out_kernel reads; what it writes with STATISTICS
 # writes   result [B, T, H, D]; if DECAY_GRAD, q_dq: q * dq summed over the queries of a key head,
 #          [tiles, B, Hkv, T], or [B, Hkv, T, D] for a vector decay
 # scale    multiplies results unless NORMALIZE
 # memory   reads and writes each tensor once
-# limits   D, E <= 256; C a power of two; split_size a multiple of C
+# limits   D, E <= 256; C a power of two
 # oracle   linear_attention(impl="reference") and autograd, on a GPU and with TRITON_INTERPRET=1
-@triton.jit(do_not_specialize=["tokens", "num_splits", "num_sequences"])
+@autotuned("DIVIDE", "DECAY_GRAD")
+@triton.jit(do_not_specialize=["tokens", "num_sequences"])
 def query_gradient_kernel(
-    q, k, v, d_out, result, log_decay, starts, lengths, boundary_sequences,
-    kv_given, z_given, kv_boundaries, z_boundaries, inv_denom, delta, row_maxima, q_dq,
+    q, k, v, d_out, result, log_decay, starts, lengths,
+    kv_given, z_given, inv_denom, delta, row_maxima, q_dq,
     q_batch, q_head, k_batch, k_head, v_batch, v_head, o_batch, o_head, gate_batch, gate_head,
-    result_batch, tokens, split_size, num_splits, num_sequences, scale, map_scale, eps,
+    result_batch, tokens, num_sequences, scale, map_scale, eps,
     q_token: tl.constexpr, k_token: tl.constexpr, v_token: tl.constexpr, o_token: tl.constexpr,
     gate_token: tl.constexpr, key_heads: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, G: tl.constexpr, C: tl.constexpr,
@@ -181,14 +184,11 @@ def query_gradient_kernel(
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, VARLEN: tl.constexpr,
     HAS_STATE: tl.constexpr,
 ):  # fmt: skip
-    """Process one split; see above."""
-    tile, bh, sequence, split_start, split_end, is_first, is_last = locate_program(
-        starts, lengths, boundary_sequences, tokens, split_size, num_splits, num_sequences,
-        key_heads, TILES, VARLEN,
-    )  # fmt: skip
-    if VARLEN and (split_start >= split_end) & (not is_first):
-        return
-    num_key_heads = tl.num_programs(0).to(tl.int64) // (TILES * num_splits)  # B * Hkv
+    """Process one sequence; see above."""
+    tile, bh, sequence, begin, stop = locate_program(
+        starts, lengths, tokens, num_sequences, key_heads, TILES, VARLEN
+    )
+    num_key_heads = tl.num_programs(0).to(tl.int64) // (TILES * num_sequences)  # B * Hkv
     b, h = bh // key_heads, bh % key_heads
     heads = key_heads * G
     first_row = (b * heads + h * G) * tokens
@@ -205,28 +205,26 @@ def query_gradient_kernel(
     columns, numbers = (x_column, u_column), (scale, map_scale, eps)
     offsets = u_column[None, :] * E + x_column[:, None]
     of_sequence = sequence * key_heads + h
-    of_boundary = bh * (num_splits - num_sequences) + split_start // split_size - 1
     state, z = load_state(
-        kv_given, z_given, kv_boundaries, z_boundaries, of_sequence, of_boundary, is_first, offsets,
-        x_column, u_column, u_column, D, E, E, D, HAS_STATE,
-    )  # fmt: skip
+        kv_given, z_given, of_sequence, offsets, x_column, u_column, u_column, D, E, E, D, HAS_STATE
+    )
     if DECAY == "vector":
-        position = split_start
-        while position < split_end:
-            chunks = tl.minimum((split_end - position + C - 1) // C, CHUNKS_PER_RUN)
+        position = begin
+        while position < stop:
+            chunks = tl.minimum((stop - position + C - 1) // C, CHUNKS_PER_RUN)
             run, whole = tl.full((), 1, tl.int32), tl.full((), 0, tl.int32)
             for i in range(chunks):
                 state, z, run = query_gradient_chunk(
-                    state, z, run, position + i * C, split_end, inputs, statistics, outputs,
+                    state, z, run, position + i * C, stop, inputs, statistics, outputs,
                     strides, place, columns, numbers, q_token, k_token, v_token, o_token,
                     gate_token, D, E, G, C, MAP, DECAY, NORMALIZE, DIVIDE,
                     DECAY_GRAD, OPERAND, PRECISION, True,
                 )  # fmt: skip
                 whole += run
-            position = tl.minimum(position + whole * C, split_end)
+            position = tl.minimum(position + whole * C, stop)
             windows_end = position
             if run == 0:
-                windows_end = tl.minimum(position + C, split_end)
+                windows_end = tl.minimum(position + C, stop)
             while position < windows_end:
                 end = tl.minimum(position + WINDOW, windows_end)
                 end = position + window_length(
@@ -240,9 +238,9 @@ def query_gradient_kernel(
                 )  # fmt: skip
                 position = end
     else:
-        for i in range((split_end - split_start + C - 1) // C):
+        for i in range((stop - begin + C - 1) // C):
             state, z, _ = query_gradient_chunk(
-                state, z, 0, split_start + i * C, split_end, inputs, statistics, outputs, strides,
+                state, z, 0, begin + i * C, stop, inputs, statistics, outputs, strides,
                 place, columns, numbers, q_token, k_token, v_token, o_token, gate_token, D, E, G,
                 C, MAP, DECAY, NORMALIZE, DIVIDE, DECAY_GRAD, OPERAND, PRECISION,
                 False,

@@ -1,7 +1,4 @@
-"""Device functions that load the rows of a chunk.
-
-Letters: C tokens of the chunk; W columns.
-"""
+"""Device functions that find the sequence of a program, and load its state and its rows."""
 
 from __future__ import annotations
 
@@ -11,9 +8,60 @@ import triton.language as tl
 from attnzoo.ops.linear.triton.parts import (
     apply_feature_map,
     load_rows,
+    load_tile,
     materialize,
     row_max_and_ties,
 )
+
+
+@triton.jit
+def locate_program(
+    starts, lengths, tokens, num_sequences, key_heads: tl.constexpr, TILES: tl.constexpr,
+    VARLEN: tl.constexpr,
+):  # fmt: skip
+    """Return the tile of a program, its row and key head, its sequence, and its begin and end.
+
+    With VARLEN, the row has ``num_sequences`` sequences; else each row is one, and that is 1.
+    """
+    program = (tl.program_id(0) // TILES).to(tl.int64)
+    bh = program // num_sequences
+    if VARLEN:
+        sequence = program % num_sequences
+        begin = tl.load(starts + sequence).to(tl.int32)
+        stop = begin + tl.load(lengths + sequence).to(tl.int32)
+    else:
+        sequence, begin = bh // key_heads, tl.zeros((), tl.int32)
+        stop = begin + tokens
+    return tl.program_id(0) % TILES, bh, sequence, begin, stop
+
+
+@triton.jit
+def load_state(
+    kv, z, of_sequence, offsets, row, column, z_column, D: tl.constexpr, E: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, IS_GIVEN: tl.constexpr,
+):  # fmt: skip
+    """Return a tile of a state or of its gradient, and z, at an end of a sequence.
+
+    Args:
+        kv: What is given for each sequence, ``[S, Hkv, D, E]``; zeros without IS_GIVEN.
+        z: Its z, ``[S, Hkv, D]``.
+        of_sequence: Index of the sequence and key head.
+        offsets: Of the elements of the tile.
+        row: Rows of the tile.
+        column: Columns of the tile.
+        z_column: Elements of z.
+        D: Key size.
+        E: Value size.
+        ROWS: Rows of the state, D or E.
+        COLUMNS: Columns of the state, E or D.
+        IS_GIVEN: Whether anything is given.
+    """
+    if IS_GIVEN:
+        tile = load_tile(kv + of_sequence * D * E, offsets, row, column, ROWS, COLUMNS)
+        z_sums = tl.load(z + of_sequence * D + z_column, mask=z_column < D, other=0.0)
+    else:
+        tile, z_sums = tl.zeros(offsets.shape, tl.float32), tl.zeros(z_column.shape, tl.float32)
+    return tile, z_sums
 
 
 @triton.jit

@@ -23,7 +23,9 @@ from attnzoo.runtime.kernel_calls import (
 LARGEST = 256  # key and value size
 
 
-def triton_reasons(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) -> list[str]:
+def triton_reasons(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, chunk_size: int | None = None
+) -> list[str]:
     """Return every reason why the Triton kernels do not support a call.
 
     Args:
@@ -31,8 +33,11 @@ def triton_reasons(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) -> l
         k: Keys, ``[B, Hkv, T, D]``.
         v: Values, ``[B, Hkv, T, E]``.
         causal: Whether a token sees only itself and earlier tokens.
+        chunk_size: The one that the caller wants.
     """
     reasons = []
+    if chunk_size is not None:
+        reasons.append(f"chunk_size is {chunk_size} (the kernels choose it; leave it out)")
     if not causal:
         reasons.append("attention is bidirectional (the kernels are causal)")
     if torch.float64 in (q.dtype, k.dtype, v.dtype):
@@ -114,15 +119,6 @@ def round_features(features: Tensor, v: Tensor) -> Tensor:
     return features.to(torch.bfloat16) if is_wide else features
 
 
-def check_chunk_size(chunk_size: int | None) -> int:
-    """Return the kernels' argument, 0 for their own choice, or raise ``UnsupportedError``."""
-    if chunk_size not in (None, 16, 32, 64):
-        raise UnsupportedError(
-            f"impl='triton' takes a chunk_size of 16, 32 or 64, got {chunk_size}; None picks one."
-        )
-    return chunk_size or 0
-
-
 def run_triton(x: LinearInputs) -> Result:
     """Run the kernels, which apply the feature map unless it is learned."""
     from attnzoo.ops.linear.triton.custom_op import linear_triton
@@ -135,9 +131,8 @@ def run_triton(x: LinearInputs) -> Result:
             raise UnsupportedError(
                 "impl='triton' needs a scale other than 0, got 0; impl='torch' supports any."
             )
-        chunk_size = check_chunk_size(x.chunk_size)
         table = _table(x.sequences)
-        out, kv, z = linear_triton(*tensors, *table, *options, chunk_size, 0, x.return_state)
+        out, kv, z = linear_triton(*tensors, *table, *options, x.return_state)
     return out, LinearState(kv, z) if x.return_state else None
 
 
@@ -205,7 +200,6 @@ def linear_sums(
     log_decay: Tensor | None,
     state: LinearState | None,
     sequences: Sequences | None,
-    chunk_size: int | None = None,
     return_state: bool = True,
 ) -> tuple[Tensor, Tensor, LinearState | None]:
     """Return sums of values ``[B, H, T, E]``, of weights ``[B, H, T]``, and the state after them.
@@ -217,7 +211,7 @@ def linear_sums(
 
     kv, z = state or (None, None)
     check_reverse_mode("linear_attention", q, k, v, log_decay, kv, z)
-    options = LinearOptions(chunk_size=check_chunk_size(chunk_size), return_state=return_state)
+    options = LinearOptions(return_state=return_state)
     out, weights, *last = linear_sums_triton(
         q, k, v, log_decay, kv, z, *_table(sequences), *options
     )

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from attnzoo.ops.linear.triton.compilers import compiler_caution, ptxas_version
-from attnzoo.ops.linear.triton.configs import TABLE
 from attnzoo.ops.linear.triton.run import LARGEST, assembler
 from attnzoo.runtime.kernel_groups import SECONDS, KernelGroup, auto_verdict, gpu, versions
 from attnzoo.runtime.verdicts import Verdict, python_command, run_checks
@@ -125,14 +124,14 @@ def _major(device: torch.device) -> int:
 
 def device_identity(device: torch.device) -> Mapping[str, str]:
     """Return the device and the versions of everything that the kernels are made from."""
-    return _identity(device, assembler(device), os.environ.get(TABLE, ""))
+    return _identity(device, assembler(device))
 
 
 @cache
-def _identity(device: torch.device, ptxas: str, table: str) -> Mapping[str, str]:
+def _identity(device: torch.device, ptxas: str) -> Mapping[str, str]:
     import triton
 
-    found = {**versions(), "kernels": _source_hash(table), "triton": triton.__version__}
+    found = {**versions(), "kernels": _source_hash(), "triton": triton.__version__}
     if device.type != "cuda":  # the interpreter
         return {"device": "Triton's interpreter", "cpu": platform.machine(), **found}
     options = [triton.knobs.nvidia.ptxas_options, triton.knobs.nvidia.disable_ptxas_opt]
@@ -141,10 +140,9 @@ def _identity(device: torch.device, ptxas: str, table: str) -> Mapping[str, str]
 
 
 @cache
-def _source_hash(table: str) -> str:
-    """Return a hash of the kernels, their configs, the calls of the hybrid and the checks."""
+def _source_hash() -> str:
+    """Return a hash of the kernels, their launches, the calls of the hybrid and the checks."""
     ops = Path(__file__).parents[2]
-    files = sorted(p for p in ops.glob("*/triton/*") if p.suffix in (".py", ".json"))
+    files = sorted(ops.glob("*/triton/*.py"))
     files += [ops / "window" / "extra_keys.py", ops.parent / "runtime" / "triton_products.py"]
-    files += [Path(table)] if table else []
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:16]
