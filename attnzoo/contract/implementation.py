@@ -65,13 +65,15 @@ class Implementation(Generic[Call, Result]):
             example because another one is as fast; checked before ``reasons``.
         verdict: Returns why ``impl="auto"`` skips it, although it supports the call, because it has
             not passed a check on the device, or ``""``; and what ``describe`` says about the check.
-            Reads verdicts (:mod:`attnzoo.runtime.kernel_groups`), so it is called last.
+            Reads verdicts (:mod:`attnzoo.runtime.kernel_groups`), or compares the kernels of other
+            projects with torch (:mod:`attnzoo.runtime.first_call`), so it is called last.
         note: Returns what ``describe`` adds about a call, for example the kernel that runs; ``""``
             if nothing.
         onnx: Whether ``torch.onnx.export`` translates all its operators.
         priority: ``impl="auto"`` tries higher numbers first, and names in alphabetical order among
             equal ones, those for the call's device type before those for every device. The ones of
-            attnzoo have 0, and 10 where there are two for a device type.
+            attnzoo have 0, and 10 where there are two for a device type: its own Triton kernels
+            come before those of other projects.
         step: Computes a call of one token, from a state, for ops that have steps. They are ops of
             their own, ``linear_step`` of ``linear_attention``, with the other fields of this one.
         step_reasons: As ``reasons``, for a step.
@@ -132,6 +134,7 @@ TRITON: dict[str, Any] = {
     "devices": ("cuda",),
     "interpreted_on": ("cpu",),
     "automatic": "compiled for this GPU",
+    "priority": 10,
 }
 TORCH: dict[str, Any] = {"name": "torch", "automatic": "runs on every device"}
 
