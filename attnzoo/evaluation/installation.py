@@ -32,7 +32,6 @@ from attnzoo.hf.names import NAME
 from attnzoo.hf.patches import PATCHES
 from attnzoo.hf.release_check import check_release, installed_versions, untested
 from attnzoo.ops import flash_attention
-from attnzoo.ops.flash.varlen import device_reasons as varlen_device_reasons
 from attnzoo.ops.linear.triton.run import device_reasons
 from attnzoo.ops.softmax.api import softmax_attention
 from attnzoo.runtime.cpp import prebuilt
@@ -109,15 +108,15 @@ def _device_checks(
     def unavailable(*reasons: str) -> str:
         raise Unavailable("; ".join(reasons))
 
-    triton, varlen = device_reasons(device), varlen_device_reasons(device)
+    triton = device_reasons(device)
     if triton and device.type != "cuda":
         yield "GPU kernels", partial(unavailable, "there is no NVIDIA GPU, so nothing to check")
     elif triton:
         yield "Triton kernels", partial(unavailable, *triton)
-    if varlen and device.type == "cuda":
-        yield "varlen attention", partial(unavailable, *varlen)
     for group in device_groups(device, full=full):
         yield str(group).removeprefix("the "), partial(_kernels, group, fresh)
+    if device.type == "cuda":
+        yield "FlexAttention", partial(_softmax, device, "flex")
     yield "xformers attention", partial(_xformers, device)
 
 
@@ -215,11 +214,16 @@ def _agrees(device: torch.device, attend: Callable[..., Tensor], **mask: Any) ->
 def _xformers(device: torch.device) -> str:
     if find_spec("xformers") is None:
         raise Unavailable("not installed")
+    return _softmax(device, "xformers")
+
+
+def _softmax(device: torch.device, impl: str) -> str:
+    """Compare an implementation of flash attention in a window."""
     window = (31, 0)
     mask = AttentionMask(causal=True, window=window)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flash_attention(q, k, v, mask=mask, impl="xformers").out
+        return flash_attention(q, k, v, mask=mask, impl=impl).out
 
     try:
         return _agrees(device, attend, window=window)

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attnzoo.ops.flash import varlen_verdicts
-from attnzoo.ops.flash.varlen import device_reasons as varlen_device_reasons
 from attnzoo.ops.linear.triton import verdicts as triton_verdicts
 from attnzoo.ops.linear.triton.run import device_reasons
 from attnzoo.runtime.kernel_groups import DOCTOR_SIZE, KernelGroup, collect_groups
@@ -99,8 +97,6 @@ def device_groups(device: torch.device, *, full: bool = False) -> Iterator[Kerne
     groups: list[KernelGroup] = []
     if not device_reasons(device):
         groups += triton_verdicts.kernel_groups(device)
-    if device.type == "cuda" and not varlen_device_reasons(device):
-        groups += varlen_verdicts.kernel_groups(device)
     yield from (group for group in groups if full or group.size <= DOCTOR_SIZE)
 
 

@@ -75,7 +75,7 @@ def test_it_conforms(options, dtypes):
             {"global_positions": [3, -4]},
             r"positions must be at least 0 .*, got -4",
         ),
-        ({"impl": "triton"}, "'varlen' or 'torch' or 'reference', got 'triton'"),
+        ({"impl": "triton"}, "'flex' or 'torch' or 'reference', got 'triton'"),
         ({"windows": 3}, "Did you mean 'window'"),
     ],
 )
@@ -97,8 +97,8 @@ def test_unsupported_calls_are_refused():
         backend(*x, mask=AttentionMask(), return_state=True)
     with pytest.raises(UnsupportedError, match="8 query heads are given"):
         backend(x[0].repeat(1, 2, 1, 1), *x[1:])
-    with pytest.raises(UnsupportedError, match=r"impl='varlen' cannot .*: the tensors are on cpu"):
-        build(window=4, impl="varlen")(*x)
+    with pytest.raises(UnsupportedError, match=r"impl='flex' cannot .*: the tensors are on cpu"):
+        build(window=4, impl="flex")(*x)
     state = backend(*x, return_state=True).state
     with pytest.raises(UnsupportedError, match="dropout is given with a state"):
         backend(*x, state=state, dropout=0.1)

@@ -1,9 +1,9 @@
 r"""Exact softmax attention by fused kernels, without a score matrix in memory.
 
 Computes the same as :func:`attnzoo.ops.softmax.api.softmax_attention`, by torch's
-``scaled_dot_product_attention`` (flash, cuDNN or memory-efficient kernels), by its ``varlen_attn``
-for sequences of different lengths (windows, padding, packing and continuing prompts on CUDA), by
-xformers, or, on CPUs, in C++: sliding windows, and other calls where it was measured to be faster.
+``scaled_dot_product_attention`` (flash, cuDNN or memory-efficient kernels), by its FlexAttention
+(windows, padding, packing and continuing prompts on CUDA), by xformers, or, on CPUs, in C++:
+sliding windows, and other calls where it was measured to be faster.
 Time O(T S), memory O(T + S); with a sliding window of w, time and memory O(T w). Source: Dao et
 al., 2022, arXiv:2205.14135; Rabe and Staats, 2021, arXiv:2112.05682. Other letters: w window.
 """
@@ -17,22 +17,10 @@ from attnzoo.contract.implementation import Implementation, register_implementat
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import AttentionOutput
 from attnzoo.contract.validation import check_qkv, empty_output, is_empty_call
-from attnzoo.ops.flash import varlen
 from attnzoo.ops.flash.call import FlashCall as FlashCall
 from attnzoo.ops.flash.sdpa import kernel_name, run_sdpa
-from attnzoo.ops.flash.varlen import extra_keys_reasons as extra_keys_reasons
-from attnzoo.ops.flash.varlen import kernel_window as kernel_window
-from attnzoo.ops.flash.varlen import run_varlen as run_varlen
-from attnzoo.ops.flash.varlen import varlen_reasons as varlen_reasons
-from attnzoo.ops.flash.varlen_extra import (
-    attend_with_extra_keys as attend_with_extra_keys,
-)
-from attnzoo.ops.flash.varlen_extra import outside_window as outside_window
-from attnzoo.ops.flash.varlen_kernel import Sequences as Sequences
-from attnzoo.ops.flash.varlen_kernel import attend_sequences as attend_sequences
-from attnzoo.ops.flash.varlen_kernel import sequences as sequences
-from attnzoo.ops.flash.varlen_verdicts import varlen_verdict as varlen_verdict
 from attnzoo.ops.flash.xformers import auto_reasons, run_xformers, xformers_reasons
+from attnzoo.ops.window import flex
 from attnzoo.ops.window.cpu.band import band_attention_cpp, band_cpp_reasons
 from attnzoo.runtime.cpp import prebuilt
 from attnzoo.runtime.kernel_calls import is_transformed
@@ -111,17 +99,34 @@ def run_cpp(x: FlashCall) -> Tensor:
     return band_attention_cpp(x.q, x.k, x.v, x.band_options(), x.mask.q_offset)[0].to(x.v.dtype)
 
 
+def skip_flex(x: FlashCall) -> list[str]:
+    """Return why ``impl="auto"`` does not consider FlexAttention for this call."""
+    mask, queries = x.mask, x.q.shape[2]
+    if queries == 1:
+        return ["one query needs one row of a mask"]
+    follows = mask.causal and queries < x.k.shape[2]
+    if mask.is_plain and not follows:
+        return ["without a mask PyTorch's kernels are as fast"]
+    return []
+
+
+def flex_reasons(x: FlashCall) -> list[str]:
+    """Return every reason why FlexAttention does not support this call."""
+    return flex.flex_reasons(x.q, x.k, x.v) + x.region_reasons()
+
+
+def run_flex(x: FlashCall) -> Tensor:
+    """Compute a call by FlexAttention."""
+    return flex.run_flex(x.q, x.k, x.v, flex.of_mask(x.mask, x.q, x.k), x.scale)[0]
+
+
 register_implementation(
     Implementation(
         op="flash_attention",
-        name="varlen",
-        devices=("cuda",),
-        run=run_varlen,
-        reasons=varlen_reasons,
-        auto_reasons=varlen.auto_reasons,
-        automatic="PyTorch's varlen kernel needs no mask",
-        priority=10,  # before xformers
-        verdict=varlen_verdict,
+        **flex.FLEX,
+        run=run_flex,
+        reasons=flex_reasons,
+        auto_reasons=skip_flex,
     ),
     Implementation(
         op="flash_attention",
@@ -177,11 +182,11 @@ def flash_attention(
         sinks: A logit per head, ``[H]``, or per head and query, ``[B, H, T, 1]``, that takes part
             in the softmax and has no value.
         dropout: Probability of dropping a weight.
-        impl: ``"sdpa"``, ``"varlen"`` (CUDA), ``"xformers"``, ``"cpp"`` (CPUs), or
-            ``"auto"``: on CUDA varlen for windows, padding, packing and continuing prompts, once
-            it passed a check on the device, else xformers for windows; on CPUs cpp for windows,
-            and on CPUs with AVX-512 also for causal calls from B H T S (D + E) = 2^24 on and
-            padded or packed bidirectional ones from 2^25 on, with 64 queries or more; else sdpa.
+        impl: ``"sdpa"``, ``"flex"`` (CUDA), ``"xformers"``, ``"cpp"`` (CPUs), or ``"auto"``: on
+            CUDA flex for windows, padding, packing and continuing prompts, else xformers for
+            windows; on CPUs cpp for windows, and on CPUs with AVX-512 also for causal calls from
+            B H T S (D + E) = 2^24 on and padded or packed bidirectional ones from 2^25 on, with 64
+            queries or more; else sdpa.
 
     Returns:
         ``out`` as ``[B, H, T, E]`` in the dtype of ``v``, and ``impl``, which on a GPU names the

@@ -24,7 +24,7 @@ class FlashCall(NamedTuple):
     sinks: Tensor | None = None
     dropout: float = 0.0
 
-    def band_kernel_reasons(self) -> list[str]:
+    def region_reasons(self) -> list[str]:
         """Return why kernels that compute the plain softmax of a window do not support the call."""
         mask, queries, keys = self.mask, self.q.shape[2], self.k.shape[2]
         reasons = []
@@ -35,13 +35,21 @@ class FlashCall(NamedTuple):
         if self.dropout > 0:
             reasons.append(f"attention dropout of {self.dropout} is given")
         if not isinstance(mask.q_offset, int):
-            reasons.append("the position of the first query is a tensor")
+            if mask.segment_ids is not None:
+                reasons.append("the position of the first query is a tensor, beside segments")
         elif not 0 <= mask.q_offset <= keys - queries:
             reasons.append(
                 f"{queries} queries from position {mask.q_offset} on are not among the {keys} keys"
             )
         elif mask.segment_ids is not None and mask.q_offset != keys - queries:
             reasons.append("segments are given, and the queries are not the last of the keys")
+        return reasons
+
+    def band_kernel_reasons(self) -> list[str]:
+        """Return :meth:`region_reasons`, and that a kernel takes the position of query 0 as int."""
+        reasons = self.region_reasons()
+        if not isinstance(self.mask.q_offset, int):
+            reasons.append("the position of the first query is a tensor")
         return reasons
 
     def band_options(self) -> LocalOptions:

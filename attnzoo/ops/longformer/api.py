@@ -29,10 +29,17 @@ from attnzoo.contract.validation import (
     is_empty_call,
 )
 from attnzoo.errors import UnsupportedError
-from attnzoo.ops.longformer import varlen
-from attnzoo.ops.longformer.by_band import cpp_reasons, run_cpp, run_torch, skip_cpp
+from attnzoo.ops.longformer.by_band import (
+    cpp_reasons,
+    flex_reasons,
+    run_cpp,
+    run_flex,
+    run_torch,
+    skip_kernel,
+)
 from attnzoo.ops.longformer.call import GlobalTokens, LongformerCall
 from attnzoo.ops.longformer.reference import run_reference
+from attnzoo.ops.window.flex import FLEX
 from attnzoo.ops.window.pattern import Pattern, PerHead, expand_bias
 
 register_implementation(
@@ -41,16 +48,14 @@ register_implementation(
         **CPP,
         run=run_cpp,
         reasons=cpp_reasons,
-        auto_reasons=skip_cpp,
+        auto_reasons=skip_kernel,
     ),
     Implementation(
         op="longformer_attention",
-        name="varlen",
-        devices=("cuda",),
-        run=varlen.run_by_varlen,
-        reasons=varlen.reasons,
-        automatic="PyTorch's varlen kernel needs no mask",
-        verdict=varlen.verdict,
+        **FLEX,
+        run=run_flex,
+        reasons=flex_reasons,
+        auto_reasons=skip_kernel,
     ),
     Implementation(
         op="longformer_attention",
@@ -97,9 +102,9 @@ def longformer_attention(
         bias: Added to the scores, broadcastable to ``[B, H, T, S]``. A bias of one row, such as
             ALiBi's, is not expanded. A query whose bias is -inf at all its keys gives zeros.
         dropout: Probability of dropping a weight.
-        impl: ``"cpp"``, ``"varlen"`` (CUDA), ``"torch"``, ``"reference"``, or ``"auto"``, which
-            selects cpp on CPUs, varlen on CUDA once it passed a check on the device, and torch
-            elsewhere.
+        impl: ``"cpp"``, ``"flex"`` (CUDA), ``"torch"``, ``"reference"``, or ``"auto"``, which
+            selects cpp on CPUs, flex on CUDA, and torch elsewhere and where these do not support
+            the call.
 
     Returns:
         ``out`` as ``[B, H, T, E]`` in the dtype of ``v``, and ``impl``.

@@ -1,8 +1,8 @@
 """Longformer attention by blocks of queries, the heads of one band together.
 
-In C++ on CPUs, or in PyTorch operations. Fewer queries than keys, as in decoding with a KV cache,
-and padding inside of the mask's window are computed densely. Other letters: C queries of a block,
-w window.
+In C++ on CPUs, by FlexAttention on GPUs, or in PyTorch operations, which compute fewer queries than
+keys, as in decoding with a KV cache, and padding inside of the mask's window densely. Other
+letters: C queries of a block, w window.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from attnzoo.ops.longformer.call import LongformerCall
 from attnzoo.ops.longformer.global_rows import attend_local_and_global
 from attnzoo.ops.softmax.sdpa import sdpa
+from attnzoo.ops.window import flex
 from attnzoo.ops.window.band import LocalOptions, band_attention
 from attnzoo.ops.window.cpu.band import band_attention_cpp, band_cpp_reasons
 from attnzoo.ops.window.pattern import Band, GlobalIndices
@@ -36,7 +37,21 @@ def run_torch(x: LongformerCall) -> Tensor:
 
 def cpp_reasons(x: LongformerCall) -> list[str]:
     """Return every reason why the C++ kernel does not support a call."""
-    reasons = band_cpp_reasons()
+    reasons = band_cpp_reasons() + _band_reasons(x)
+    if x.has_fewer_queries and not isinstance(x.q_offset, int):
+        lengths = f"there are {x.q.shape[2]} queries and {x.k.shape[2]} keys"
+        reasons.append(f"{lengths}, and the position of the first query is a tensor")
+    return reasons
+
+
+def flex_reasons(x: LongformerCall) -> list[str]:
+    """Return every reason why FlexAttention does not support a call."""
+    return flex.flex_reasons(x.q, x.k, x.v) + _band_reasons(x)
+
+
+def _band_reasons(x: LongformerCall) -> list[str]:
+    """Return why kernels that compute the plain softmax of a band do not support a call."""
+    reasons = []
     if x.bias is not None:
         reasons.append("a bias is given, which the kernel does not add")
     if x.dropout > 0:
@@ -49,33 +64,35 @@ def cpp_reasons(x: LongformerCall) -> list[str]:
             reasons.append(f"{lengths}, and padding")
         if x.global_tokens is not None:
             reasons.append(f"{lengths}, and global tokens")
-        if not isinstance(x.q_offset, int):
-            reasons.append(f"{lengths}, and the position of the first query is a tensor")
     return reasons
 
 
-def skip_cpp(x: LongformerCall) -> list[str]:
-    """Return why ``impl="auto"`` does not consider the C++ kernel for a call."""
+def skip_kernel(x: LongformerCall) -> list[str]:
+    """Return why ``impl="auto"`` does not consider a kernel for a call."""
     return ["one token is one row of scores"] if x.q.shape[2] == 1 < x.k.shape[2] else []
 
 
 def run_cpp(x: LongformerCall) -> Tensor:
     """Compute a call by bands in C++."""
-    return run_by_band(x, _compiled)
-
-
-def run_by_band(x: LongformerCall, attend: Callable[..., Tensor]) -> Tensor:
-    """Compute a call by bands.
-
-    Args:
-        x: The call; without padding and global tokens if it has fewer queries than keys.
-        attend: Computes the heads of one band as an ``AttendBand``; it also takes the position of
-            the first query as ``offset``.
-    """
     if x.has_fewer_queries:
         assert isinstance(x.q_offset, int)
-        return attend_by_band(x, None, None, partial(attend, offset=x.q_offset))
-    return attend_local_and_global(x, partial(attend_by_band, attend=attend))
+        return attend_by_band(x, None, None, partial(_compiled, offset=x.q_offset))
+    return attend_local_and_global(x, partial(attend_by_band, attend=_compiled))
+
+
+def run_flex(x: LongformerCall) -> Tensor:
+    """Compute a call by FlexAttention, the bands of all heads together."""
+    if x.has_fewer_queries:
+        return _attend_flex(x, None, None)
+    return attend_local_and_global(x, _attend_flex)
+
+
+def _attend_flex(
+    x: LongformerCall, key_mask: Tensor | None, indices: GlobalIndices | None
+) -> Tensor:
+    bands, causal, ids = x.pattern.bands, x.pattern.causal, x.segment_ids
+    options = LocalOptions(bands[0], causal, x.scale, key_mask, indices, ids)
+    return flex.attend_flex(x.q, x.k, x.v, options, x.q_offset, bands=bands)[0]
 
 
 def _in_torch(

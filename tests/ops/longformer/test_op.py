@@ -16,10 +16,9 @@ from attnzoo.ops.longformer import decode as decoding
 from attnzoo.ops.longformer.api import GlobalTokens, longformer_attention
 from attnzoo.ops.longformer.call import LongformerCall
 from attnzoo.ops.longformer.reference import run_reference
-from attnzoo.ops.longformer.varlen import run_by_varlen
 from attnzoo.ops.window.pattern import Pattern, global_indices
 from tests.helpers import D, E, H, draw, qkv
-from tests.ops.dense_varlen import replace_kernel
+from tests.ops.flex_on_cpu import flex_on_cpu
 
 B, T = 2, 45
 PATHS = ["reference", "torch", "cpp"]
@@ -465,11 +464,11 @@ def test_indices_of_global_tokens():
     assert global_indices(torch.zeros(1, 3, dtype=torch.bool)) is None
 
 
-# -- torch's varlen kernel -------------------------------------------------------------------------
+# -- FlexAttention ---------------------------------------------------------------------------------
 
 
 UNDILATED, DILATED, FAR = (1, 1, 1, 1), (1, 2, 3, 3), (50, 2, 2, 2)
-VARLEN_CALLS = [  # limit, dilations, whether there are global tokens
+FLEX_CALLS = [  # limit, dilations, whether there are global tokens
     ("fewer queries", UNDILATED, False),
     *(("segments", dilations, False) for dilations in (UNDILATED, DILATED)),
     *product(("", "padding", "gaps"), (UNDILATED, DILATED), (False, True)),
@@ -479,8 +478,8 @@ VARLEN_CALLS = [  # limit, dilations, whether there are global tokens
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("limit", "dilations", "has_global"), VARLEN_CALLS)
-def test_varlen_equals_the_reference(limit, dilations, has_global, causal, monkeypatch):
+@pytest.mark.parametrize(("limit", "dilations", "has_global"), FLEX_CALLS)
+def test_flex_equals_the_reference(limit, dilations, has_global, causal, monkeypatch):
     causal = causal or limit == "fewer queries"
     queries, token = 9 if limit == "fewer queries" else T, torch.arange(T)
     padding = ids = tokens = None
@@ -499,32 +498,32 @@ def test_varlen_equals_the_reference(limit, dilations, has_global, causal, monke
         is_global = is_global if padding is None else is_global & padding
         tokens = GlobalTokens(is_global, None, *leaves[3:])
     found = []
-    with replace_kernel(monkeypatch) as received:
-        for path in ("varlen", "reference"):
+    with flex_on_cpu(monkeypatch) as masks:
+        for path in ("flex", "reference"):
             call = LongformerCall(
                 *leaves[:3], Pattern.of([4, 4, 9, 9], dilations, heads=H, causal=causal), 0.3,
                 padding, ids, T - queries, tokens, None, 0.0,
             )  # fmt: skip
-            out = (run_by_varlen if path == "varlen" else run_reference)(call)
+            out = (by_band.run_flex if path == "flex" else run_reference)(call)
             weights = torch.linspace(-1, 1, out.numel()).view_as(out)
             found.append([out, *torch.autograd.grad((out * weights).sum(), leaves)])
     for ours, exact in zip(*found, strict=True):
         torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-11)
-    assert len(received) == len(set(zip([4, 4, 9, 9], dilations, strict=True)))  # bands
+    assert len(masks) == 1  # of all bands
 
 
-def test_varlen_refuses_what_it_does_not_compute(monkeypatch):
-    x = torch.randn(1, 2, 20, 8).bfloat16()
-    with replace_kernel(monkeypatch):
+def test_flex_refuses_what_it_does_not_compute(monkeypatch):
+    x = torch.randn(1, 2, 20, 16).bfloat16()
+    with flex_on_cpu(monkeypatch):
         for options in ({}, {"dilation": 2}, {"global_tokens": torch.arange(20)[None] < 2}):
-            found = longformer_attention(x, x, x, window=3, impl="varlen", **options)
-            assert found.impl.impl == "varlen"
+            found = longformer_attention(x, x, x, window=3, impl="flex", **options)
+            assert found.impl.impl == "flex"
         for options, reason in (
             ({"dropout": 0.1}, "dropout"),
             ({"bias": torch.zeros(1, 2, 20, 20)}, "a bias"),
         ):
-            with pytest.raises(UnsupportedError, match=f"impl='varlen' cannot run .*{reason}"):
-                longformer_attention(x, x, x, window=3, impl="varlen", **options)
+            with pytest.raises(UnsupportedError, match=f"impl='flex' cannot run .*{reason}"):
+                longformer_attention(x, x, x, window=3, impl="flex", **options)
 
 
 @pytest.mark.parametrize("causal", [True, False])
