@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 import textwrap
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -135,7 +136,8 @@ class Parser(HfArgumentParser):
         )
         self.command = command
         self.hints = {n: hint for x in classes for n, hint in get_type_hints(x).items()}
-        self.options = {action.dest: action for action in self._actions}
+        # A flag that is on by default has --no-NAME too, which comes later and takes no value
+        self.options = {action.dest: action for action in reversed(self._actions)}
         self.add_argument("model", metavar="MODEL", type=model_folder)
 
     def error(self, message: str) -> NoReturn:
@@ -161,7 +163,9 @@ class Parser(HfArgumentParser):
                 config.pop(name, None)
         self.set_defaults(**on_cpu | config)
         self.options["output_dir"].required = config.get("output_dir") is None
-        with config_errors():
+        with config_errors(), warnings.catch_warnings():
+            # a name that both versions of transformers know, and TRL's default
+            warnings.filterwarnings("ignore", ".gradient_checkpointing", FutureWarning)
             *found, others, unknown = self.parse_args_into_dataclasses(
                 argv, return_remaining_strings=True, look_for_args_file=False
             )
@@ -183,16 +187,19 @@ class Parser(HfArgumentParser):
                     f"The file of --config has {name!r}, which `{self.prog}` does not know."
                     f"{did_you_mean(name, self.options)} See {self.prog} --help-all"
                 )
-            # A flag that is on by default has --no-NAME too, which comes later and takes no value
-            action = next(x for x in self._actions if x.dest == name)
-            hint, found[name] = self.hints[name], value
+            action, hint, found[name] = self.options[name], self.hints[name], value
             if value is None and type(None) in get_args(hint):
                 continue
             if isinstance(value, dict) and "dict" in str(hint):
                 continue
             values = value if isinstance(value, list) and action.nargs == "+" else [value]
-            if any(isinstance(x, list | dict | None) for x in values) or not values:
-                raise ConfigError(f"The file of --config has no value of {name} in {value!r}")
+            flag = action.nargs == "?" or bool in get_args(hint) or name == "resume_from_checkpoint"
+            wrong = list | dict | None if flag else list | dict | bool | None
+            if any(isinstance(x, wrong) for x in values) or not values:
+                words = "; put words such as 'no' in quotes" if isinstance(value, bool) else ""
+                raise ConfigError(
+                    f"The file of --config has no value of {name} in {value!r}{words}"
+                )
             try:
                 found[name] = self._get_values(action, [*map(str, values)])
             except argparse.ArgumentError as error:
@@ -220,9 +227,10 @@ class Parser(HfArgumentParser):
                 group = shown.add_argument_group(TITLES[name])
             action = self.options[name]
             text, option = str(action.help), action.option_strings[-1]
-            if action.nargs in ("?", 0):  # a flag
-                off = "turn off: " if option.startswith("--no-") else ""
-                group.add_argument(option, action="store_true", help=off + text)
+            if action.nargs == "?":  # a flag
+                if action.default:
+                    option, text = f"--no-{option.removeprefix('--')}", f"do not {text}"
+                group.add_argument(option, action="store_true", help=text)
                 continue
             if action.default not in (None, "", False) and "default:" not in text:
                 text += f" [{action.default}]"

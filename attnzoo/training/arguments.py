@@ -49,16 +49,32 @@ UNUSED = {
     "auto_find_batch_size": "give per_device_train_batch_size",
     "save_only_model": "a run goes on with its optimizer",
     "label_names": "the labels of rows are their tokens",
-    **dict.fromkeys(("train_sampling_strategy", "length_column_name", "ignore_data_skip"), _ORDER),
+    **dict.fromkeys(("train_sampling_strategy", "length_column_name"), _ORDER),
+    **dict.fromkeys(("ignore_data_skip", "data_seed"), _ORDER),
     **dict.fromkeys(
         (
             *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
             *("eval_on_start", "eval_delay", "eval_accumulation_steps", "batch_eval_metrics"),
             *("per_device_eval_batch_size", "prediction_loss_only", "include_for_metrics"),
-            *("bf16_full_eval", "fp16_full_eval"),
+            *("bf16_full_eval", "fp16_full_eval", "save_strategy=best"),
+            "lr_scheduler_type=reduce_lr_on_plateau",
         ),
         "stages are evaluated on single held-out rows, and end in their best state",
     ),
+}
+_ADAPTERS = ("lora_r", "lora_alpha", "lora_target_modules")
+# fields that have an effect if another one is not 0, and those that a value of train leaves out
+NEEDS = {
+    "repeat_share": ("repeats_per_row",),
+    "transfer_steps": ("transfer_target", "transfer_learning_rate"),
+    "max_steps": (
+        *("cross_entropy", "hidden_states", "learning_rate", "extras_learning_rate"),
+        *("attention_learning_rate", *_ADAPTERS),
+    ),
+}
+UNTRAINED = {
+    "extras": (*_ADAPTERS, "learning_rate", "attention_learning_rate"),
+    "full": _ADAPTERS,
 }
 
 
@@ -147,19 +163,17 @@ class RecoveryArguments(TrainingArguments):
             ConfigError: A value is invalid.
         """
         self.report_to = "none" if self.report_to is None else self.report_to
-        unused = dict(UNUSED)
-        if not self.repeat_share:
-            unused["repeats_per_row"] = "it is of the rows that repeat_share selects, which is 0"
-        if self.train == "extras":
-            unused["attention_learning_rate"] = "train='extras' trains none of the model's weights"
-        if self.train != "lora":
-            adapters = ("lora_r", "lora_alpha", "lora_target_modules")
-            unused |= dict.fromkeys(adapters, f"train={self.train!r} has no adapters")
+        unused = UNUSED | dict.fromkeys(UNTRAINED.get(self.train, ()), f"train is {self.train!r}")
+        for name, needing in NEEDS.items():
+            if not getattr(self, name):
+                unused |= dict.fromkeys(needing, f"{name} is 0")
         refuse_unused(self, unused)
         check_numbers(self)
         own = RecoveryArguments.__annotations__
         for x in fields(self):
             known, given = x.metadata.get("choices"), getattr(self, x.name)
+            if x.name in own and given == []:
+                raise ConfigError(f"{x.name} is empty; name some, or leave it out for the default")
             if x.name in own and known is not None and given not in known:
                 raise ConfigError(
                     f"{x.name} must be one of {', '.join(known)}, got {given!r}."
@@ -167,7 +181,8 @@ class RecoveryArguments(TrainingArguments):
                 )
         token_count(self.max_tokens)
         resumes(self)
-        super().__post_init__()  # type: ignore[no-untyped-call]
+        with config_errors():
+            super().__post_init__()  # type: ignore[no-untyped-call]
         check_libraries(self)
         self.remove_unused_columns = False  # position_ids separate documents
         self.logging_nan_inf_filter = False  # a loss that is not finite ends the run
@@ -233,11 +248,16 @@ class RecoveryArguments(TrainingArguments):
 
 
 def refuse_unused(args: Any, unused: Mapping[str, str]) -> None:
-    """Raise ``ConfigError`` for a field without effect that is given; ``unused`` says why."""
+    """Raise ``ConfigError`` for a field, or ``"field=value"``, that is given without effect.
+
+    ``unused`` says why.
+    """
     for x in fields(args):
         default = x.default if x.default_factory is MISSING else x.default_factory()
-        if x.name in unused and getattr(args, x.name) != default:
-            raise ConfigError(f"{x.name} has no effect: {unused[x.name]}")
+        given = getattr(args, x.name)
+        for name in (x.name, f"{x.name}={getattr(given, 'value', given)}"):
+            if name in unused and given != default:
+                raise ConfigError(f"{name} has no effect: {unused[name]}")
 
 
 def check_numbers(args: Any) -> None:
@@ -245,10 +265,11 @@ def check_numbers(args: Any) -> None:
     hints = get_type_hints(type(args))
     for x in fields(args):
         name, found, least = x.name, getattr(args, x.name), LEAST.get(x.name, 0)
+        kinds = get_args(hints[name]) or (hints[name],)
         is_number = type(found) in (int, float)
         if found == x.default or not (is_number or type(x.default) in (int, float)):
             continue
-        if found is None and type(None) in get_args(hints[name]):
+        if found is None and type(None) in kinds:
             continue
         if not is_number:
             raise ConfigError(f"{name} must be a number, got {found!r}")
@@ -258,6 +279,8 @@ def check_numbers(args: Any) -> None:
             raise ConfigError(f"{name} must be from 0 to 1, got {found}")
         if not least <= found < math.inf:
             raise ConfigError(f"{name} must be at least {least} and finite, got {found}")
+        if int in kinds and float not in kinds and found != int(found):
+            raise ConfigError(f"{name} must be a whole number, got {found}")
 
 
 def check_libraries(args: Any) -> None:

@@ -106,7 +106,9 @@ def test_invalid_command_lines(given, message):
         ("max_steps: 1.5", "in the file of --config: .*invalid int value: '1.5'"),
         ("bf16: maybe", "in the file of --config: .*bf16"),
         ("train: all", "invalid choice: 'all'"),
-        ("seed: true", "invalid int value: 'True'"),
+        ("seed: true", "no value of seed in True"),
+        ("transfer_from: no", "no value of transfer_from in False; put .* in quotes"),
+        ("lora_target_modules: [q_proj, off]", "no value of lora_target_modules in"),
     ],
 )
 def test_invalid_files(tmp_path, text, message):

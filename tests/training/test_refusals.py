@@ -56,14 +56,31 @@ def other_value(cls, name):
         return not default
     if isinstance(default, int | float):
         return default + (0.5 if isinstance(default, float) else 1)
-    return {"include_for_metrics": ["loss"], "lora_target_modules": ["q_proj"]}.get(name, "x")
+    known = {"include_for_metrics": ["loss"], "lora_target_modules": ["q_proj"], "data_seed": 4}
+    return known.get(name, "x")
 
 
 @pytest.mark.parametrize("name", module.UNUSED)
 def test_arguments_of_trainer_that_recovery_does_not_use_are_refused(name):
     assert make(RecoveryArguments).output_dir == "out"
+    field, _, value = name.partition("=")
     with pytest.raises(ConfigError, match=f"^{name} has no effect: "):
-        make(RecoveryArguments, **{name: other_value(RecoveryArguments, name)})
+        make(RecoveryArguments, **{field: value or other_value(RecoveryArguments, name)})
+
+
+NEEDED = [({key: 0}, name) for key, names in module.NEEDS.items() for name in names]
+NEEDED += [({"train": key}, name) for key, names in module.UNTRAINED.items() for name in names]
+
+
+@pytest.mark.parametrize(("given", "name"), NEEDED)
+def test_arguments_without_effect_beside_others_are_refused(given, name):
+    own = {"transfer_target": "attention", "lora_alpha": 5, "learning_rate": 2e-3}
+    value = own.get(name) or other_value(RecoveryArguments, name)
+    value = 0.25 if value == "x" else value
+    make(RecoveryArguments, **{name: value})
+    (other,) = given
+    with pytest.raises(ConfigError, match=f"^{name} has no effect: {other} is"):
+        make(RecoveryArguments, **given, **{name: value})
 
 
 @pytest.mark.parametrize("name", [x.name for x in dataclasses.fields(trl.ModelConfig)])
@@ -110,6 +127,8 @@ def test_numbers_are_finite_and_have_least_values(cls):
         ("adam_beta1", 1.5, "from 0 to 1"),
         ("save_total_limit", 0, "at least 1"),
         ("eval_strategy", "epoch", "one of no, steps"),
+        ("transfer_steps", 2.5, "a whole number"),
+        ("save_total_limit", 1.5, "a whole number"),
     ],
 )
 def test_numbers_of_transformers_are_checked(name, value, message):
@@ -149,7 +168,7 @@ def test_arguments_that_change_a_result_make_another_run(cls, monkeypatch):
     for name, value in {
         **{"optim": "sgd", "neftune_noise_alpha": 5.0, "per_device_train_batch_size": 3},
         **{"weight_decay": 0.01, "full_determinism": True, "max_steps": 7, "max_length": 24},
-        **{"adam_epsilon": 1e-7, "data_seed": 4, "tf32": False, "seed": 5},
+        **{"adam_epsilon": 1e-7, "tf32": False, "seed": 5},
     }.items():
         found = identity(make(cls, **{name: value}))
         assert {x for x in found if found[x] != first.get(x)} == {name}
@@ -201,6 +220,13 @@ def test_names_of_libraries_are_checked_before_data_are_read(options, message):
         make(RecoveryArguments, **options)
     with pytest.raises(ConfigError, match=message):
         finetune("/absent", None, [], make(trl.SFTConfig, **options))
+
+
+def test_an_optimizer_and_layers_that_do_not_exist():
+    with pytest.raises(ConfigError, match="nosuch"):
+        make(RecoveryArguments, optim="nosuch")
+    with pytest.raises(ConfigError, match="lora_target_modules is empty"):
+        make(RecoveryArguments, lora_target_modules=[])
 
 
 def test_types_of_trained_weights(saved, tmp_path):
