@@ -22,6 +22,7 @@ from attnzoo.training.run_folder import RunError
 from attnzoo.training.trainer import DivergenceError, StageRows, StageTrainer
 from attnzoo.training.transfer import Transfer
 from tests.processes import DEVNULL, SECONDS, running
+from tests.processes import run as run_process
 from tests.training.short_runs import arguments, losses
 
 
@@ -165,21 +166,22 @@ def test_checkpoints_have_what_is_trained_and_those_cut_short_are_skipped(
 
 
 @pytest.mark.exhaustive
-def test_killed_process_is_resumed(saved, text, tmp_path, attnzoo_command):
+def test_killed_process_is_resumed(saved, text, tmp_path):
     command = [
+        *(sys.executable, "-m", "attnzoo"),
         *("recover", str(saved), "--data", str(text), "--output-dir", str(tmp_path / "out")),
         *("--attention", "linear:feature_map=hedgehog", "--max-length", "32"),
         *("--transfer-steps", "80", "--max-steps", "3"),
-        *("--per-device-train-batch-size", "2", "--save-steps", "10"),
+        *("--per-device-train-batch-size", "2", "--save-steps", "10", "--always-train"),
     ]
     env, start = {**os.environ, "OMP_NUM_THREADS": "1"}, time.monotonic()
-    with running([sys.executable, "-m", "attnzoo", *command], env=env, stdout=DEVNULL) as process:
+    with running(command, env=env, stdout=DEVNULL) as process:
         checkpoint = tmp_path / "out" / "checkpoints" / "transfer" / "checkpoint-10"
         while not (checkpoint / "trainer_state.json").is_file():
             assert process.poll() is None
             assert time.monotonic() - start < SECONDS
             time.sleep(0.05)
-    attnzoo_command(*command, "--resume-from-checkpoint", "True")
+    run_process([*command, "--resume-from-checkpoint", "True"], env=env, check=True)
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
