@@ -79,13 +79,7 @@ def _print_description(description: Description, as_json: bool) -> None:
     if as_json:
         print(json.dumps([asdict(layer) for layer in description], indent=2))
         return
-    table = Table(
-        columns=COLUMNS,
-        rows=description.rows(),
-        title=description.model,
-        caption="\n".join(description.dropout),
-        numeric=False,
-    )
+    table = Table(columns=COLUMNS, rows=description.rows(), title=description.model, numeric=False)
     table.print(console)
 
 

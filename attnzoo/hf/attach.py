@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -71,7 +71,7 @@ def build_backends(
             f'{type(model).__name__} runs {spec.else_.backend!r}, the "else" of the spec, in '
             f"every attention layer ({layer_names(replaced)}). {next(iter(replaced.values()))}"
         )
-    _refuse_offloaded_blocks(model, layers, backends)
+    _refuse_offloaded(model, layers, backends)
     for number, backend in enumerate(backends):
         backend.share_with(backends[:number])
     return backends
@@ -116,54 +116,25 @@ def _build_backend(
 
 
 def _layer_device(module: nn.Module) -> torch.device:
-    """Return the device on which a layer computes.
-
-    Offloaded weights are on the meta device between forward passes; the hook that loads them holds
-    the execution device. Quantized layers may have integer weights only, or keep them as buffers.
-    """
+    """Return the device of a layer's weights; quantized layers may keep them as buffers."""
     weight = next(chain(module.parameters(), module.buffers()), None)
-    if weight is None:
-        return torch.device("cpu")
-    if weight.is_meta:
-        for part in module.modules():
-            for hook in _offload_hooks(part):
-                return torch.device(hook.execution_device)
-    return weight.device
+    return torch.device("cpu") if weight is None else weight.device
 
 
-def _refuse_offloaded_blocks(
+def _refuse_offloaded(
     model: nn.Module, layers: Sequence[AttentionLayer], backends: Sequence[AttentionBackend]
 ) -> None:
-    """Raise if a hook loads the weights of a whole block, to which a backend would add tensors.
-
-    The hook has no stored values for the added tensors.
-
-    Raises:
-        UnsupportedError: A backend has tensors, and its layer is in such a block.
-    """
-    blocks = [
-        (name, part)
-        for name, part in model.named_modules()
-        if any(hook.place_submodules for hook in _offload_hooks(part))
-    ]
+    """Raise if a backend adds tensors to a layer whose weights are loaded by accelerate's hooks."""
+    if not any(hasattr(part, "_hf_hook") for part in model.modules()):
+        return
     for layer, backend in zip(layers, backends, strict=True):
-        for name, block in blocks:
-            has_tensors = any(True for _ in (*backend.parameters(), *backend.buffers()))
-            if has_tensors and any(part is layer.module for part in block.modules()):
-                raise UnsupportedError(
-                    f"{layer.name}: backend {backend.name!r} adds weights, and "
-                    f"{name or type(model).__name__!r} is offloaded as one block "
-                    "(preload_module_classes), and accelerate cannot load them; call "
-                    "attnzoo.swap before the model is offloaded"
-                )
-
-
-def _offload_hooks(module: nn.Module) -> Iterator[Any]:
-    """Yield accelerate's hooks that load a module's weights for each forward pass."""
-    hook = getattr(module, "_hf_hook", None)
-    for part in getattr(hook, "hooks", (hook,)):  # of a SequentialHook
-        if getattr(part, "offload", False):
-            yield part
+        has_tensors = any(True for _ in chain(backend.parameters(), backend.buffers()))
+        if has_tensors and _layer_device(layer.module).type == "meta":
+            raise UnsupportedError(
+                f"{layer.name}: backend {backend.name!r} adds weights, and those of the layer are "
+                "offloaded, so accelerate would not load them; call attnzoo.swap before the model "
+                "is offloaded, or save the swapped model, and load it with a device_map"
+            )
 
 
 def _layer_dtype(model: nn.Module, layer: nn.Module) -> torch.dtype:

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from attnzoo.contract.backend import AttentionBackend
 from attnzoo.errors import SpecError
-from attnzoo.hf.attention.call import layer_backend
 from attnzoo.hf.layers import attention_layers, unwrap_model
 from attnzoo.hf.names import NAME
 from attnzoo.hf.saving.files import empty_model
@@ -40,7 +38,6 @@ class Description:
 
     model: str
     layers: tuple[LayerDescription, ...]
-    dropout: tuple[str, ...] = ()  # what the model's attention dropout drops, a line per form
 
     def __iter__(self) -> Iterator[LayerDescription]:
         """Iterate over the layers."""
@@ -54,39 +51,19 @@ class Description:
         """Return a row of text for each layer, with the columns of :data:`COLUMNS`."""
         return [
             [
-                str(row.layer),
-                row.name,
-                row.backend,
+                *(str(row.layer), row.name, row.backend),
                 ", ".join(f"{name}={value}" for name, value in row.options.items()),
-                f"{row.extras:,}",
-                row.impl or "not run yet",
-                row.reason,
+                *(f"{row.extras:,}", row.impl or "not run yet", row.reason),
             ]
             for row in self.layers
         ]
 
     def __str__(self) -> str:
         """Return the table as plain text."""
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(
-            title=self.model,
-            title_justify="left",
-            caption="\n".join(self.dropout) or None,
-            caption_justify="left",
-        )
-        rows = self.rows()
-        for column, cells in zip(COLUMNS, zip(*rows, strict=True), strict=True):
-            words = max(len(word) for cell in (column, *cells) for word in cell.split())
-            right = column in ("layer", "extras")
-            table.add_column(column, justify="right" if right else "left", min_width=words)
-        for row in rows:
-            table.add_row(*row)
-        console = Console(width=160, color_system=None, force_terminal=False)
-        with console.capture() as capture:
-            console.print(table)
-        return capture.get().rstrip()
+        rows = [COLUMNS, *self.rows()]
+        widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        return "\n".join([self.model, *lines])
 
 
 def describe(model: nn.Module | str | Path) -> Description:
@@ -131,24 +108,4 @@ def describe(model: nn.Module | str | Path) -> Description:
                 f"{backend.name} is disabled; set_attn_implementation('attnzoo') enables it"
             )
         rows.append(LayerDescription(layer=layer.geometry.layer, name=layer.name, **found))
-    return Description(type(target).__name__, tuple(rows), tuple(dropout_lines(target)))
-
-
-def dropout_lines(model: PreTrainedModel) -> list[str]:
-    """Return what the attention dropout of a model drops in training, one line per form."""
-    layers: dict[tuple[float, str], list[int]] = {}
-    for layer in attention_layers(model):
-        backend, rate = layer_backend(layer.module), layer.geometry.dropout
-        implementation = getattr(layer.module, "config", model.config)._attn_implementation
-        if backend is not None and implementation == NAME and rate > 0:
-            layers.setdefault((rate, backend.dropout_form), []).append(layer.geometry.layer)
-    effect = {
-        "weights": "drops single attention weights",
-        "keys": "drops whole keys of a head",
-        "off": "is disabled (attention_dropout='off')",
-    }
-    return [
-        f"In training, attention dropout of {rate:g} {effect[form]}"
-        + (f" in layers {', '.join(map(str, numbers))}" if len(layers) > 1 else "")
-        for (rate, form), numbers in layers.items()
-    ]
+    return Description(type(target).__name__, tuple(rows))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import AttentionMaskInterface
 
-from attnzoo.contract.masks import AttentionMask, Window
+from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf import seam
 from attnzoo.hf.names import NAME
@@ -146,13 +146,12 @@ def make_mask(
     padding = None
     if attention_mask is not None:
         padding = _padding(attention_mask, kv_length, kv_offset)
-    parsed = ParsedMask(causal=True)
+    parsed: dict[str, Any] = {"causal": True}
     if mask_function is not seam.causal_mask_function:
         parsed = _parse_mask_function(mask_function)
+    unknown = parsed.pop("unknown", "")
     mask = ModelMask(
-        causal=parsed.causal,
-        window=parsed.window,
-        segment_ids=parsed.segment_ids,
+        **parsed,
         padding=padding,
         q_offset=q_offset - kv_offset,
         first=q_offset,
@@ -161,7 +160,7 @@ def make_mask(
         dtype=dtype,
         device=device or "cpu",
     )
-    if not parsed.unknown:
+    if not unknown:
         return mask
     dense = partial(
         seam.materialise_mask,
@@ -175,7 +174,7 @@ def make_mask(
         use_vmap=use_vmap,
         device=device,
     )
-    return replace(mask, function=dense, function_name=f"an unknown function ({parsed.unknown})")
+    return replace(mask, function=dense, function_name=f"an unknown function ({unknown})")
 
 
 def _padding(attention_mask: Tensor, length: int, offset: int | Tensor) -> Tensor | None:
@@ -198,38 +197,19 @@ def _padding(attention_mask: Tensor, length: int, offset: int | Tensor) -> Tenso
     return None if bool(padding.all()) else padding
 
 
-@dataclass
-class ParsedMask:
-    """The meaning of a mask function."""
-
-    causal: bool = False
-    window: Window | None = None
-    segment_ids: Tensor | None = None
-    unknown: str = ""  # a function that is not supported
-
-
-def _parse_mask_function(
-    function: Callable[..., Any], parsed: ParsedMask | None = None
-) -> ParsedMask:
-    """Parse a mask function by its name and the parameters of its parts."""
-    parsed = parsed or ParsedMask()
+def _parse_mask_function(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return what a mask function sets in a mask; ``"unknown"`` names one that is not supported."""
     kind, value = seam.mask_parts(function)
-    if kind == "causal":
-        parsed.causal = True
-    elif kind == "all":
-        for inner in value:
-            _parse_mask_function(inner, parsed)
-    elif kind == "remapped":
-        _parse_mask_function(value, parsed)
-    elif kind == "packed":
-        parsed.segment_ids = value
-    elif kind == "window":
-        parsed.window = (value - 1, 0)
-    elif kind == "bidirectional window":
-        parsed.window = (value, value)
-    elif kind != "none":
-        parsed.unknown = value
-    return parsed
+    if kind == "all":
+        return {name: x for part in value for name, x in _parse_mask_function(part).items()}
+    if kind == "remapped":
+        return _parse_mask_function(value)
+    if kind == "window":
+        return {"window": (value - 1, 0)}
+    if kind == "bidirectional window":
+        return {"window": (value, value)}
+    names = {"causal": "causal", "packed": "segment_ids", "": "unknown"}
+    return {names[kind]: kind == "causal" or value} if kind in names else {}
 
 
 AttentionMaskInterface.register(NAME, make_mask)  # in place of the function that imports this file

@@ -306,15 +306,6 @@ def _save_pretrained(original: Any, self: Any, *args: Any, **kwargs: Any) -> Non
     original(self, *args, **kwargs)
 
 
-@_patch(MODEL, "PeftModel.get_prompt", "a prefix is told from tokens that ran before the swap")
-def _get_prompt(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    from attnzoo.hf.cache.state_layer import mark_virtual_tokens
-
-    prompt = original(self, *args, **kwargs)  # a cache if it is a prefix
-    mark_virtual_tokens(prompt)  # by which a backend knows that its keys are of no tokens
-    return prompt
-
-
 @_patch("peft.auto", "_BaseAutoPeftModel.from_pretrained", "its base model has no swap")
 def _auto_from_pretrained(original: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
     token = APPLY_SWAP.set(True)

@@ -8,7 +8,6 @@ cache. The verdict is kept in attnzoo's cache folder.
 from __future__ import annotations
 
 import hashlib
-import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,15 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
-from transformers import DynamicCache, StaticCache, masking_utils
+from transformers import DynamicCache, StaticCache
 
 from attnzoo.autoload import FAILED_PATCHES
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf import seam
-from attnzoo.hf.attention.call import ForwardArguments
-from attnzoo.hf.masks import ModelMask
 from attnzoo.hf.names import NAME
 from attnzoo.runtime.verdicts import FAILED, PASSED, Verdict, decide
 
@@ -186,45 +182,6 @@ def _stock_attention() -> Iterator[str]:
         yield "softmax differs from the model's own attention"
 
 
-def _masks() -> Iterator[str]:
-    """Read each kind of mask that transformers makes."""
-    config = _tiny_llama().config
-    config.sliding_window = 4
-    embeddings = torch.zeros(1, TOKENS, 16)
-    packed = {"position_ids": torch.tensor([[*range(4), *range(TOKENS - 4)]])}
-    kinds: dict[str, dict[str, Any]] = {
-        "causal": {},
-        "causal packed": packed,
-        "sliding_window_causal": {},
-        "sliding_window_causal packed": packed,
-        "bidirectional": {},
-        "bidirectional_sliding_window": {},
-    }
-    for name, given in kinds.items():
-        make = getattr(masking_utils, f"create_{name.split()[0]}_mask")
-        known = inspect.signature(make).parameters
-        arguments = {"attention_mask": None, **seam.cache_argument(None), **given}
-        mask = make(config, embeddings, **{k: v for k, v in arguments.items() if k in known})
-        if not isinstance(mask, ModelMask) or mask.function is not None:
-            yield f"the {name} mask is not understood"
-        elif ("packed" in name) != (mask.segment_ids is not None):
-            yield f"the {name} mask has the wrong sequences"
-        elif ("window" in name) != (mask.window is not None):
-            yield f"the {name} mask has the wrong window"
-
-
-def _arguments() -> Iterator[str]:
-    """Read the arguments of an attention module."""
-    model = _tiny_llama()
-    names = ForwardArguments(type(model.model.layers[0].self_attn).forward).names
-    for wanted in (seam.HIDDEN_STATES, seam.CACHE, seam.ATTENTION_MASK):
-        if not {*wanted} & {*names}:
-            yield f"attention modules take {', '.join(names)}, none of {', '.join(wanted)}"
-    interface = transformers.AttentionInterface()
-    if NAME not in interface:
-        yield f"the attention interface does not contain {NAME!r}"
-
-
 def _close(ours: Tensor, expected: Tensor, mask: Tensor) -> bool:
     real = mask.bool()
     tolerance = 1e-4 * expected[real].abs().max()
@@ -232,8 +189,6 @@ def _close(ours: Tensor, expected: Tensor, mask: Tensor) -> bool:
 
 
 CHECKS: dict[str, Callable[[], Iterator[str]]] = {
-    "arguments": _arguments,
-    "masks": _masks,
     "stock attention": _stock_attention,
     "caches": _caches,
     "generation": _generate,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +34,6 @@ from transformers.models.auto import modeling_auto
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY as RECORDED_OUTPUTS
 from transformers.utils.output_capturing import _active_collector as active_collector
 
-from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.names import NAME
@@ -114,10 +113,10 @@ IGNORED_ARGUMENTS = frozenset(
 PAGED_KINDS = frozenset(
     getattr(paged_cache, "ATTN_TYPE_TO_ALLOCATOR", ("full_attention", "sliding_attention"))
 )
-PAGES_SINCE = "5.23"  # version whose continuous batching passes what a backend needs
+PAGES_SINCE = "5.24"  # version whose continuous batching passes what a backend needs
 # Arguments of continuous batching, which its cache reads; the last two are for the model's head.
 PAGE_ARGUMENTS = (
-    *("read_index", "write_index", "max_length_k", "block_table"),
+    *("read_index", "write_index", "block_table"),
     *("logits_indices", "logits_processor_args"),
 )
 # Arguments of transformers' delta rule and convolution that do not change their results
@@ -195,44 +194,6 @@ def names_cache(function: Callable[..., Any]) -> bool:
 def package(name: str) -> str:
     """Return the name and the version of an installed package, for a message."""
     return f"{name} {version(name)}"
-
-
-class Pages(NamedTuple):
-    """Keys and values of all requests of continuous batching, and where each request begins.
-
-    Since transformers 5.24, modules read the pages before they call their attention function.
-    """
-
-    cache: PagedAttentionCache | None  # None: the module has read it
-    arguments: dict[str, Any]  # cu_seq_lens_q, cu_seq_lens_k and the indices of pages
-
-    @classmethod
-    def of_call(cls, cache: Any, kwargs: dict[str, Any], borders: dict[str, Any]) -> Pages:
-        """Return the pages of an attention call; removes them from ``kwargs``."""
-        return cls(cache, {name: kwargs.pop(name, None) for name in PAGE_ARGUMENTS} | borders)
-
-    def read(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of all tokens; stores new ones if no module has."""
-        if self.cache is None:
-            return key, value
-        key, value = self.cache.update(key, value, layer_idx=layer, kwargs=self.arguments)
-        return key, value
-
-    def borders(self, module: Any) -> tuple[list[int], list[int]]:
-        """Return the first query and the first key of each request, after :meth:`read`.
-
-        A module with the keys of another layer does not read pages, which would select the borders
-        of the keys by kind of layer.
-        """
-        keys = self.arguments["cu_seq_lens_k"]
-        if isinstance(keys, dict):
-            keys = keys[read_field(module.config, "layer_types")[module.layer_idx]]
-        return self.arguments["cu_seq_lens_q"].tolist(), keys.tolist()
-
-
-def mask_of_pages(window: int | None) -> AttentionMask:
-    """Return the mask of continuous batching, where transformers 5.24 passes none."""
-    return AttentionMask(causal=True, window=None if window is None else (window - 1, 0))
 
 
 def cache_argument(cache: Any) -> dict[str, Any]:

@@ -34,36 +34,19 @@ def unchanged_on_error(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def reset_on_error(owners: Iterable[object]) -> Iterator[None]:
     """Context manager that resets the attributes of objects, and those that are containers."""
-    before = [_Attributes(x) for x in owners]
+    before = []
+    for fields in map(vars, owners):
+        kept = {k: x.copy() for k, x in fields.items() if isinstance(x, dict | list | set)}
+        before.append((fields, dict(fields), kept))
     done = False
     try:
         yield
         done = True
     finally:
-        if not done:
-            for attributes in before:
-                attributes.reset()
-
-
-class _Attributes:
-    """The attributes of an object, and the contents of those that are containers."""
-
-    def __init__(self, owner: Any) -> None:
-        self.fields = vars(owner)
-        self.values = dict(self.fields)
-        self.contents = {
-            name: (value, value.copy())
-            for name, value in self.values.items()
-            if isinstance(value, dict | list | set)
-        }
-
-    def reset(self) -> None:
-        """Restore them in place: handles of hooks refer to the containers."""
-        self.fields.clear()
-        self.fields.update(self.values)
-        for container, content in self.contents.values():
-            container.clear()
-            if isinstance(container, list):
-                container.extend(content)
-            else:
-                container.update(content)
+        for fields, values, kept in () if done else before:
+            fields.clear()
+            fields.update(values)
+            for name, content in kept.items():  # in place: handles of hooks refer to containers
+                values[name].clear()
+                add = "extend" if isinstance(content, list) else "update"
+                getattr(values[name], add)(content)

@@ -13,7 +13,6 @@ import transformers
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTuner
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
 
 import attnzoo
 from attnzoo.hf.names import LOADED, NAME
@@ -171,15 +170,6 @@ def test_peft_models_add_prompts_through_add_adapter(config):
     assert not wrapper.disable_adapters
     for name in ("add_adapter", "disable_adapter", "save_pretrained"):
         assert name in vars(peft.PeftModel)
-
-
-def test_peft_passes_a_prefix_as_a_cache_from_get_prompt(config):
-    made = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    cache = peft.get_peft_model(transformers.LlamaForCausalLM(config), made).get_prompt(
-        batch_size=1
-    )
-    assert [type(layer) for layer in cache.layers] == [DynamicLayer] * config.num_hidden_layers
-    assert all(layer.virtual_tokens for layer in cache.layers), "prefix tuning uses another method"
 
 
 def test_patches_are_applied_once():

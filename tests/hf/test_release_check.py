@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 import transformers as hf
-from transformers import masking_utils
 
 import attnzoo
 from attnzoo.autoload import FAILED_PATCHES
@@ -58,22 +57,14 @@ def lost_cache(monkeypatch):
     monkeypatch.setattr(LayerHook, "cache", lambda self, args, kwargs: None)
 
 
-def renamed_window(monkeypatch):
-    """A mask function with another name, whose window cannot be read."""
-    name = "sliding_window_overlay"
-    inner = getattr(masking_utils, name)
-    monkeypatch.setattr(masking_utils, name, lambda size: lambda *at: inner(size)(*at))
-
-
 def lost_padding(monkeypatch):
     """The mask function no longer receives the padding."""
     monkeypatch.setattr("attnzoo.hf.masks._padding", lambda *_: None)
 
 
 CHANGES = {
-    renamed_cache: r"arguments: attention modules take .*none of an_old_name",
+    renamed_cache: r"passes its cache as '.*', a name that attnzoo does not know",
     lost_cache: r"a dynamic cache holds no states, but DynamicLayer",
-    renamed_window: r"masks: the sliding_window_causal mask is not understood",
     lost_padding: r"softmax differs from the model's own attention",
 }
 

@@ -30,7 +30,7 @@ from attnzoo.hf import seam
 from attnzoo.hf.attention.continuous_batching import paged_attention
 from attnzoo.hf.attention.packing import Packing, add_packing
 from attnzoo.hf.cache.past_padding import UNLIMITED, PastPadding, update_past_padding
-from attnzoo.hf.cache.state_layer import RecordedCall, StateLayer, state_layer, state_of_keys
+from attnzoo.hf.cache.state_layer import RecordedCall, StateLayer, state_layer
 from attnzoo.hf.context_parallel import refuse_torch_context_parallel
 from attnzoo.hf.layers import is_causal as layer_is_causal
 from attnzoo.hf.layers import position_bias_is_zero
@@ -249,7 +249,6 @@ def attention(
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     seq_idx: Tensor | None = None,
-    cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Run a layer's backend; registered with transformers' ``AttentionInterface``.
@@ -272,7 +271,6 @@ def attention(
         cu_seq_lens_q: Cumulative lengths of packed sequences, ``[N + 1]``.
         cu_seq_lens_k: The same of the keys; by layer type under continuous batching.
         seq_idx: Index of the packed sequence of each token, ``[B, S]``.
-        cache: The pages of continuous batching; newer versions do not pass them here.
         **kwargs: Other arguments of the layer; unknown ones are refused.
 
     Returns:
@@ -282,23 +280,25 @@ def attention(
     Raises:
         UnsupportedError: The layer has no backend, or the backend does not support the inputs.
     """
-    packing, pages = None, None
+    packing, is_paged = None, False
     if seq_idx is not None or cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         packing = Packing(seq_idx, cu_seq_lens_q, cu_seq_lens_k)
-        if cache is not None or kwargs.get("write_index") is not None:
-            pages = seam.Pages.of_call(cache, kwargs, packing._asdict())
+        is_paged = kwargs.get("write_index") is not None  # the module has read the pages
+        if is_paged:
+            kwargs = {name: x for name, x in kwargs.items() if name not in seam.PAGE_ARGUMENTS}
     backend = layer_backend(module)
     if backend is None and seam.attends_to_layers(module):
         return seam.attend_to_layers(query, key, value, scaling), None
     arguments = _take_arguments(module, backend, kwargs)
     mask, bias = attention_mask, None
-    if pages is not None and mask is None:
-        mask = seam.mask_of_pages(sliding_window)
+    if is_paged and mask is None:
+        window = None if sliding_window is None else (sliding_window - 1, 0)
+        mask = AttentionMask(causal=True, window=window)
     if not isinstance(mask, AttentionMask):
         causal = layer_is_causal(module, None) if is_causal is None else is_causal
         lengths = query.shape[2], key.shape[2]
         mask, bias = _read_mask(backend, arguments, mask, causal, sliding_window, lengths)
-    if packing is not None and pages is None:
+    if packing is not None and not is_paged:
         sizes = query.shape[0], query.shape[2], key.shape[2]
         mask = add_packing(mask, packing, sizes, sharded=backend.shard is not None)
     if indices is not None:
@@ -309,8 +309,9 @@ def attention(
     options: dict[str, Any] = {"scale": scaling, "bias": bias, "softcap": softcap, "sinks": sinks}
     options |= {"hidden_states": arguments.hidden_states, "return_weights": _wants_weights(kwargs)}
     options |= {"dropout": dropout, "shard": backend.shard}
-    if pages is not None:
-        out = paged_attention(module, backend, query, key, value, mask, pages, options)
+    if packing is not None and is_paged:
+        borders = packing._asdict()
+        out = paged_attention(module, backend, query, key, value, mask, borders, options)
         return out.transpose(1, 2).contiguous(), None
     output = _run_backend(backend, arguments, query, key, value, mask, options)
     weights = output.weights if options["return_weights"] else None
@@ -479,8 +480,7 @@ def run_with_state(
     is_short = queries < new
     mask = replace(mask, q_offset=mask.q_offset - (new - queries)) if is_short else mask
     if isinstance(mask, ModelMask) and not isinstance(mask.first, Tensor):
-        is_empty = layer.state is None and layer.unread is None
-        held = 0 if is_empty else layer.cumulative_length - new
+        held = 0 if layer.state is None else layer.cumulative_length - new
         if isinstance(held, int) and held != mask.first:
             _refuse_count(backend, mask.first, held)
     past = layer.past_padding
@@ -491,9 +491,6 @@ def run_with_state(
         past = PastPadding(None, int(mask.q_offset) + new if is_counted else UNLIMITED)
     else:
         past = update_past_padding(mask, past, new, layer.cumulative_length)
-    if layer.unread is not None:
-        layer.state = state_of_keys(backend, *layer.unread, mask, options["scale"])
-        layer.unread = None
     is_full = mask.padding is None and mask.segment_ids is None and mask.window is None
     mask = PLAIN[mask.causal] if is_full else mask.of_new_tokens(new)
     if layer.overwrites_state and backend.capabilities.reuses_state:

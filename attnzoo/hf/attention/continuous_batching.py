@@ -7,7 +7,6 @@ backend with a state is refused, because a state has no pages.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from torch import Tensor
@@ -48,10 +47,10 @@ def serves_swap(model: PreTrainedModel) -> bool:
             f"{what} has no pages for layers of the kind {', '.join(map(repr, others))}, which "
             f"{type(model).__name__} has. Call model.generate on a padded batch instead"
         )
-    if "kwargs" not in inspect.signature(seam.PagedAttentionCache.update).parameters:
+    if seam.CACHE_ARGUMENT != "cache":
         raise UnsupportedError(
-            f"{what} of a swapped model needs transformers {seam.PAGES_SINCE}: the paged cache of "
-            f"this version takes other arguments. {INSTEAD}"
+            f"{what} of a swapped model needs transformers {seam.PAGES_SINCE}: attention modules "
+            f"of this version do not read the pages. {INSTEAD}"
         )
     return True
 
@@ -63,7 +62,7 @@ def paged_attention(
     key: Tensor,
     value: Tensor,
     mask: AttentionMask,
-    pages: seam.Pages,
+    borders: dict[str, Any],
     options: dict[str, Any],
 ) -> Tensor:
     """Attend from the new tokens of each request to all tokens of that request.
@@ -72,10 +71,11 @@ def paged_attention(
         module: The attention module.
         backend: Its backend, which keeps all keys.
         query: ``[1, H, T, D]``, the new tokens of all requests, one request after the other.
-        key: ``[1, Hkv, T, D]``, or ``[1, Hkv, S, D]`` if the module has read the pages.
-        value: ``[1, Hkv, T or S, E]``.
+        key: ``[1, Hkv, S, D]``, of the pages.
+        value: ``[1, Hkv, S, E]``.
         mask: The model's mask of the row; its window is that of every request.
-        pages: Keys and values of all requests, and where each request begins.
+        borders: ``cu_seq_lens_q`` and ``cu_seq_lens_k``, cumulative lengths of the requests. A
+            module with the keys of another layer gets those of the keys by kind of layer.
         options: The other arguments of the backend.
 
     Returns:
@@ -89,8 +89,10 @@ def paged_attention(
             f"the mask is {mask.function_name}, which continuous batching does not support. "
             f"{INSTEAD}"
         )
-    key, value = pages.read(key, value, module.layer_idx)
-    queries, keys = pages.borders(module)
+    lengths = borders["cu_seq_lens_k"]
+    if isinstance(lengths, dict):
+        lengths = lengths[read_field(module.config, "layer_types")[module.layer_idx]]
+    queries, keys = borders["cu_seq_lens_q"].tolist(), lengths.tolist()
     hidden = options.pop("hidden_states")
     out = query.new_zeros(*query.shape[:3], value.shape[3])
     for i in range(len(queries) - 1):

@@ -22,7 +22,6 @@ from transformers.cache_utils import (
 )
 
 from attnzoo.contract.backend import AttentionBackend
-from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf import seam
 from attnzoo.hf.cache.past_padding import PastPadding
@@ -106,7 +105,6 @@ class StateLayer(CacheLayerMixin):
         self.state: State | None = None
         self.cumulative_length: int | Tensor = 0  # type: ignore[assignment]
         self.past_padding: PastPadding | None = None  # None: unknown, or there are no past tokens
-        self.unread: tuple[Tensor, Tensor] | None = None  # keys and values of the stock layer
         self.update_pending = False  # whether a swapped layer is about to call update
         self.record_past = False
         self._recorded: list[RecordedCall] = []  # since the last crop
@@ -220,7 +218,6 @@ class StateLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Remove the state and all tokens."""
         self.state, self.cumulative_length, self.past_padding = None, 0, None
-        self.unread = None
         self._clear_recorded()
         vars(self).pop("batch_size", None)  # the next rows may be others
 
@@ -497,104 +494,14 @@ def _new_state_layer(layer: Any, backend: AttentionBackend) -> StateLayer:
         )
     length = int(layer.get_seq_length()) if has_keys else 0
     if length > 0:
-        _refuse_unreadable(layer, length, backend)
-        made = StateLayer(backend, window)
-        made.lazy_initialization(layer.keys, layer.values)
-        made.add_length(length)
-        made.unread = layer.keys, layer.values
-        return made
+        raise UnsupportedError(
+            f"{backend.geometry.name}: the cache already holds {length} tokens as keys and values "
+            "(a prefix that PEFT trains, or a prompt from before the swap), from which backend "
+            f"{backend.name!r}, which keeps a state, cannot continue. Start with an empty cache, "
+            "or give the layer 'softmax' or 'flash' without a window"
+        )
     if not isinstance(layer, StaticLayer):
         return StateLayer(backend, window)
     if layer.is_sliding:
         window = layer.max_cache_len
     return StaticStateLayer(backend, layer.max_cache_len, window)
-
-
-# -- from keys and values, which a prefix trains or a prompt before the swap computed --------------
-
-
-def mark_virtual_tokens(cache: Any) -> None:
-    """Record that a stock cache holds virtual tokens, whose keys and values a prefix trains."""
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cache.self_attention_cache
-    if isinstance(cache, Cache):
-        for layer in cache.layers:
-            vars(layer)["virtual_tokens"] = True
-
-
-def _refuse_unreadable(layer: Any, length: int, backend: AttentionBackend) -> None:
-    """Raise if a backend cannot read the keys and values of a stock cache layer.
-
-    Args:
-        layer: The layer, which holds tokens.
-        length: Their number.
-        backend: The backend, or PEFT's wrapper around it.
-
-    Raises:
-        UnsupportedError: The message gives the reason.
-    """
-    keys: Any = layer.keys
-    virtual = hasattr(layer, "virtual_tokens")
-    can = backend.capabilities
-    if can.needs_hidden_states and not virtual:
-        what = can.from_hidden_states
-        reason = f"it computes {what} from hidden states, which the cache does not hold"
-    elif not can.state_from_keys:
-        reason = "its state is not a sum over keys and values"
-    elif type(layer) is not DynamicLayer or keys.shape[2] != length:
-        reason = f"a {type(layer).__name__} does not hold all of them as plain tensors"
-    else:
-        return
-    raise UnsupportedError(
-        f"{backend.geometry.name}: the cache already holds {length} tokens as keys and values "
-        f"({'virtual tokens of a prefix' if virtual else 'a prompt from before the swap'}), from "
-        f"which backend {backend.name!r} cannot continue: {reason}. Start with an empty cache"
-    )
-
-
-def state_of_keys(
-    backend: AttentionBackend,
-    keys: Tensor,
-    values: Tensor,
-    mask: AttentionMask,
-    scale: float | None,
-) -> Any:
-    """Return the state after the tokens of a stock cache layer.
-
-    Gates are computed from hidden states, which the cache does not hold: those of a prompt are
-    lost, and a prefix has none, so its gates are those of hidden states of zero.
-
-    Args:
-        backend: The backend, whose state depends on keys and values, and on gates.
-        keys: ``[B, Hkv, S, D]``.
-        values: ``[B, Hkv, S, E]``.
-        mask: The mask of a call with new tokens after these.
-        scale: Multiplies query-key products; ``None`` means the layer's own.
-
-    Raises:
-        UnsupportedError: The padding of these tokens is unknown.
-    """
-    padding, length = mask.padding, keys.shape[2]
-    if padding is not None:
-        if int(mask.q_offset) != length:
-            raise UnsupportedError(
-                f"the cache holds {length} tokens, but attention_mask covers {int(mask.q_offset)} "
-                "tokens before the new ones; pass a mask over all tokens so far"
-            )
-        padding = padding[:, :length]
-    queries = keys.new_zeros(keys.shape[0], backend.geometry.num_heads, *keys.shape[2:])
-    hidden = None
-    if backend.capabilities.needs_hidden_states:
-        size = backend.geometry.hidden_size
-        assert size is not None  # a layer without one was refused when it was built
-        hidden = keys.new_zeros(keys.shape[0], length, size)
-    output = backend(
-        queries,
-        keys,
-        values,
-        mask=AttentionMask(causal=True, padding=padding, window=mask.window),
-        scale=scale,
-        hidden_states=hidden,
-        return_state=True,
-    )
-    return output.state

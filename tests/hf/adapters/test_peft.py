@@ -285,20 +285,25 @@ def test_a_copy_has_its_own_adapter(backend, options, llama, ids, tmp_path):
     assert torch.equal(logits(copied, ids), before)
 
 
-PROMPTS = {
-    "prefix": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
-    "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
-}
+PROMPT = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
 
 
 @pytest.mark.filterwarnings("ignore:Position ids are not supported:UserWarning")
-@pytest.mark.parametrize("method", PROMPTS)
-@pytest.mark.parametrize("backend", ["linear", "gated_linear", "delta"])
+@pytest.mark.parametrize(
+    ("backend", "method"),
+    [
+        ("linear", peft.PromptTuningConfig),
+        ("delta", peft.PromptTuningConfig),
+        ("flash", peft.PrefixTuningConfig),
+    ],
+)
 def test_prompts(backend, method, llama, ids, tmp_path):
-    spec = {"backend": backend, "options": {"feature_map": "hedgehog", "window": 4}}
+    exact = backend == "flash"
+    options = {} if exact else {"feature_map": "hedgehog", "window": 4}
+    spec = {"backend": backend, "options": options}
     base = swapped(llama, spec)
     raw = logits(base, ids)
-    model = peft.get_peft_model(base, PROMPTS[method]())
+    model = peft.get_peft_model(base, method(**PROMPT))
     losses = train(model, ids)
     assert losses[-1] < losses[0]
     expected = logits(model, ids)
@@ -317,20 +322,9 @@ def test_prompts(backend, method, llama, ids, tmp_path):
         peft.PeftModel.from_pretrained(llama(), tmp_path)
 
 
-PREFIX_REFUSED = {
-    "longformer": ({}, "its state is not a sum"),
-    "delta": ({"short_convolution": 4}, "its state is not a sum"),
-    "block_sparse": ({"score": "indexer"}, "its state is not a sum"),
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*indexer:UserWarning")
-@pytest.mark.parametrize("backend", PREFIX_REFUSED)
-def test_prefix_is_refused_where_the_state_needs_more(backend, llama, ids):
-    options, reason = PREFIX_REFUSED[backend]
-    spec = {"backend": backend, "options": options}
-    model = peft.get_peft_model(swapped(llama, spec), PROMPTS["prefix"]())
-    with pytest.raises(UnsupportedError, match=rf"virtual tokens of a prefix.*{reason}"):
+def test_a_prefix_is_refused_by_a_state(llama, ids):
+    model = peft.get_peft_model(swapped(llama, "linear"), peft.PrefixTuningConfig(**PROMPT))
+    with pytest.raises(UnsupportedError, match=r"holds 3 tokens .*a prefix that PEFT trains"):
         model(input_ids=ids)
 
 

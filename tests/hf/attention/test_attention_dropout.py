@@ -8,9 +8,6 @@ import transformers as hf
 from torch.testing import assert_close
 
 import attnzoo
-from attnzoo.errors import UnsupportedError
-from attnzoo.hf.layers import attention_dropout, attention_layers
-from attnzoo.training.transfer import Transfer
 
 BACKENDS: dict[str, dict[str, Any]] = {
     "softmax": {},
@@ -116,73 +113,3 @@ def test_compiled(ids):
     expected = model(ids, use_cache=False).logits
     torch.manual_seed(3)
     assert torch.equal(compiled(ids, use_cache=False).logits, expected)
-
-
-def test_describe():
-    model = gpt2()
-    attnzoo.swap(model, "linear", layers={"0": "flash"})
-    assert attnzoo.describe(model).dropout == (
-        "In training, attention dropout of 0.3 drops single attention weights in layers 0",
-        "In training, attention dropout of 0.3 drops whole keys of a head in layers 1",
-    )
-    attnzoo.swap(model, "linear", attention_dropout="off")
-    (line,) = attnzoo.describe(model).dropout
-    assert line in str(attnzoo.describe(model))
-    assert line.endswith("is disabled (attention_dropout='off')")
-    for layer in attention_layers(model):
-        layer.module.attn_dropout.p = 0.0  # as TRL's disable_dropout does
-    assert attnzoo.describe(model).dropout == ()
-
-
-def test_unsupported_forms_are_refused_by_swap():
-    model = gpt2()
-    with pytest.raises(UnsupportedError, match=r"does not compute single weights.*1 more layer"):
-        attnzoo.swap(model, "linear", attention_dropout="weights")
-    assert not hasattr(model.config, "attnzoo")
-
-
-def test_option_is_saved(tmp_path):
-    model = gpt2()
-    attnzoo.swap(model, "linear", attention_dropout="off")
-    model.save_pretrained(tmp_path)
-    again = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert {m.config.attention_dropout for m in backends(again)} == {"off"}
-    del again.config.attnzoo["options"]  # a spec from before the option
-    again.config.save_pretrained(tmp_path)
-    again = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert {m.config.attention_dropout for m in backends(again)} == {"auto"}
-
-
-def backends(model: Any) -> list[Any]:
-    return [layer.module.attnzoo for layer in attention_layers(model)]
-
-
-@pytest.mark.parametrize(
-    ("config", "cls", "p"),
-    [
-        (hf.LlamaConfig(attention_dropout=0.2), hf.LlamaModel, 0.2),
-        (hf.T5Config(dropout_rate=0.2), hf.T5Model, 0.2),
-        (hf.ViTConfig(attention_probs_dropout_prob=0.2), hf.ViTModel, 0.2),
-        (hf.BartConfig(attention_dropout=0.2, dropout=0.5), hf.BartModel, 0.2),
-        (hf.ModernBertConfig(attention_dropout=0.2), hf.ModernBertModel, 0.2),
-        (hf.GPTNeoXConfig(attention_dropout=0.2), hf.GPTNeoXModel, 0.2),
-    ],
-    ids=lambda x: getattr(x, "__name__", ""),
-)
-def test_rate_is_read_from_the_layers(config, cls, p):
-    with torch.device("meta"):
-        model = cls(config)
-    assert {attention_dropout(layer.module) for layer in attention_layers(model)} == {p}
-
-
-def test_transfer_has_no_attention_dropout(ids):
-    """Its teacher would drop other weights than the student."""
-    model = gpt2(0.5).train()
-    attnzoo.swap(model, "linear", feature_map="hedgehog")
-    losses = []
-    with Transfer(model) as transfer:
-        for seed in (3, 4):
-            torch.manual_seed(seed)
-            model(ids, use_cache=False)
-            losses.append(transfer.loss())
-    assert torch.equal(*losses)

@@ -1,21 +1,19 @@
 """Continuous batching: requests of several lengths in one row, keys and values in pages."""
 
-import inspect
-
 import pytest
 import torch
 import transformers as hf
-from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 import attnzoo
 from attnzoo.errors import UnsupportedError
+from attnzoo.hf import seam
 from tools.family_sweep.configs import shrink
 
 PROMPTS = [[5, 6, 7, 8, 9], [*range(10, 44)], [60, 3, 60], [*range(90, 70, -1)]]
 NEW_TOKENS = 12
 has_paged_cache = pytest.mark.skipif(
-    "kwargs" not in inspect.signature(PagedAttentionCache.update).parameters,
-    reason="the paged cache of this transformers takes other arguments",
+    seam.CACHE_ARGUMENT != "cache",
+    reason="attention modules of this transformers do not read the pages",
 )
 
 
@@ -102,6 +100,6 @@ def test_a_state_has_no_pages(llama):
 
 
 def test_an_older_paged_cache_is_refused(llama, monkeypatch):
-    monkeypatch.setattr(PagedAttentionCache, "update", lambda self, key, value: None)
-    with pytest.raises(UnsupportedError, match=r"transformers 5\.23"):
+    monkeypatch.setattr(seam, "CACHE_ARGUMENT", "past_key_values")
+    with pytest.raises(UnsupportedError, match=r"transformers 5\.24"):
         attnzoo.swap(llama(), "flash").generate_batch(PROMPTS, max_new_tokens=2)

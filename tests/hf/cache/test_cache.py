@@ -375,3 +375,15 @@ def test_mixed_layers_share_one_cache(llama, ids, padding):
             real = mask.bool()
             found = torch.cat(logits, 1)[real]
             assert_close(found, expected.logits[real], atol=1e-4, rtol=1e-4)
+
+
+def test_keys_from_before_a_swap_are_refused(llama, ids):
+    model, cache = llama(), hf.DynamicCache()
+    model(ids[:, :5], **cache_argument(cache))
+    for spec in ("linear", "longformer", "gated_linear"):
+        attnzoo.swap(model, spec)
+        with pytest.raises(UnsupportedError, match=r"already holds 5 tokens .*'flash' without"):
+            model(ids[:, 5:], **cache_argument(cache))
+    attnzoo.swap(model, "flash")
+    found = model(ids[:, 5:], **cache_argument(cache)).logits
+    torch.testing.assert_close(found, model(ids).logits[:, 5:], atol=1e-4, rtol=1e-4)
