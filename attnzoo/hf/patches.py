@@ -85,7 +85,8 @@ def _register_mask(masking_utils: Any) -> None:
 
         return masks.make_mask(*args, **kwargs)
 
-    masking_utils.AttentionMaskInterface.register(NAME, make_mask)
+    if NAME not in masking_utils.AttentionMaskInterface._global_mapping:
+        masking_utils.AttentionMaskInterface.register(NAME, make_mask)
 
 
 def _register_attention(modeling_utils: Any) -> None:
