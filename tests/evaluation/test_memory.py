@@ -70,7 +70,9 @@ def compute(*arguments, length=64, **options):
         ("llama", "delta", {}, {"train": "lora", "bf16": True}),
         pytest.param("llama", None, {}, {}, marks=pytest.mark.exhaustive),
         pytest.param("llama", "softmax", {}, {"optimizer": "sgd"}, marks=pytest.mark.exhaustive),
-        pytest.param("llama", "delta", {}, {"dtype": "bfloat16"}, marks=pytest.mark.exhaustive),
+        pytest.param(
+            "llama", "flash", {"window": 9}, {"dtype": "bfloat16"}, marks=pytest.mark.exhaustive
+        ),
         pytest.param("llama", "delta", {}, {"train": "extras"}, marks=pytest.mark.exhaustive),
         pytest.param("llama", "longformer", {"window": 8}, {}, marks=pytest.mark.exhaustive),
         ("bert", "linformer", {"num_rows": 8}, {}),
