@@ -75,7 +75,10 @@ def export(model: Any, ids: Any, **options: Any) -> Any:
         return module.export(input_ids=ids, cache_position=positions, **options).module()
 
 
-@pytest.mark.parametrize(("backend", "strict"), [("linear", True), ("delta", False)])
+@pytest.mark.parametrize(
+    ("backend", "strict"),
+    [pytest.param("linear", True, marks=pytest.mark.exhaustive), ("delta", False)],
+)
 def test_tokens_are_decoded_as_by_the_model(backend, strict, exportable, ids):
     model = exportable(backend, **EXPORTED[backend], layers={"1": "flash"})
     program = export(model, ids[:2, :1], strict=strict)
@@ -117,7 +120,8 @@ def test_models_with_windows(ids):
     model = attnzoo.swap(redrawn(hf.Gemma3ForCausalLM(config)), "linear", else_="flash")
     assert [row.backend for row in attnzoo.describe(model)] == ["flash", "linear"]
     model.generation_config.cache_config = {"batch_size": 2, "max_cache_len": 20}
-    found = decode(export(model, ids[:2, :1]), ids[:2], tuple(range(1, 13)))
+    program = export(model, ids[:2, :1], strict=False)
+    found = decode(program, ids[:2], tuple(range(1, 13)))
     assert_close(found, model(ids[:2]).logits, atol=1e-4, rtol=1e-4)
 
 
@@ -233,9 +237,7 @@ def test_windows_are_exported_to_onnx_without_a_sort(ids, onnx):
         assert_close(found[padding.bool()], expected[padding.bool()])
 
 
-@pytest.mark.parametrize(
-    ("backend", "strict"), [("linear", False), ("linear", True), ("longformer", False)]
-)
+@pytest.mark.parametrize(("backend", "strict"), [("linear", True), ("longformer", False)])
 def test_operators_that_onnx_does_not_have_are_refused(backend, strict, ids, onnx):
     errors = (UnsupportedError, torch._dynamo.exc.Unsupported)
     model, given = encoder(backend), {"input_ids": ids[:2], "attention_mask": torch.ones(2, 12)}

@@ -31,7 +31,7 @@ ALL = [*RECURRENT, ("performer", {"num_features": 16}), ("flash", {}), ("softmax
 ALL += [("reformer", HASHED)]
 NAMES = ["linear", "gated_linear", "window", "sinks", "longformer", "hybrid", "delta", "linformer"]
 NAMES += ["block_sparse", "performer", "flash", "softmax", "reformer"]
-NEW = 6
+NEW = 5
 
 
 @pytest.fixture(params=ALL, ids=NAMES)
@@ -71,19 +71,11 @@ def test_greedy_with_left_padding(model, ids, padding, positions):
     assert_close(torch.stack(steps.logits, 1), whole[:, 11:-1], atol=1e-4, rtol=1e-4)
 
 
-def test_sampling_with_and_without_a_cache(model, ids):
-    drawn = []
-    for cached in (True, False):
-        torch.manual_seed(7)
-        drawn.append(generate(model, ids, do_sample=True, top_k=5, use_cache=cached))
-    assert torch.equal(*drawn)
-
-
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_beams(model, ids, padding, cache):
+def test_beams(model, ids, padding):
     options = {"attention_mask": padding("left"), "num_beams": 3, "num_return_sequences": 2}
-    with_state = generate(model, ids, **options, cache_implementation=cache)
-    assert torch.equal(with_state, generate(model, ids, **options, use_cache=False))
+    expected = generate(model, ids, **options, use_cache=False)
+    for cache in ("dynamic", "static"):
+        assert torch.equal(generate(model, ids, **options, cache_implementation=cache), expected)
 
 
 def test_prefill_in_chunks(model, ids):
@@ -112,20 +104,13 @@ def test_chat_continues_from_a_returned_cache(model, ids, padding):
     assert_close(torch.stack(again.logits), torch.stack(fresh.logits), atol=1e-4, rtol=1e-4)
 
 
-def test_prompt_lookup_equals_greedy(model, ids):
-    prompt = ids[:1].repeat(1, 3)  # with something to look up
-    plain = generate(model, prompt, max_new_tokens=12)
-    looked_up = generate(model, prompt, max_new_tokens=12, prompt_lookup_num_tokens=3)
-    assert torch.equal(looked_up, plain)
-
-
 def test_assisted_decoding_equals_greedy(model, llama, redraw, ids):
     assistant = redraw(llama(), seed=5)
     add_noise(assistant, 0.05)  # agrees often, not always
     layer = model.model.layers[0].self_attn.attnzoo
     attnzoo.swap(assistant, layer.name, **layer.config.changed_options())
-    plain = generate(model, ids[:1], max_new_tokens=12)
-    helped = generate(model, ids[:1], max_new_tokens=12, assistant_model=assistant)
+    plain = generate(model, ids[:1], max_new_tokens=9)
+    helped = generate(model, ids[:1], max_new_tokens=9, assistant_model=assistant)
     assert torch.equal(helped, plain)
 
 

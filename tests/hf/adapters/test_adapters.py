@@ -69,24 +69,23 @@ def recorded(folder: Path) -> Any:
     return json.loads((folder / "adapter_config.json").read_text())["attnzoo"]
 
 
-def saved_and_loaded(model: Any, base: Any, folder: Path, *, peft_format: bool = False) -> Any:
+def saved_and_loaded(model: Any, base: Any, folder: Path) -> Any:
     """Save an adapter, load the base model, swap it as the adapter's file says, and load both."""
     model.save_pretrained(folder)
     again = attnzoo.swap(base(), recorded(folder))
-    if peft_format:
-        return peft.PeftModel.from_pretrained(again, folder)
     again.load_adapter(str(folder))
     return again
 
 
-@pytest.mark.parametrize("peft_format", [False, True])
 @pytest.mark.parametrize("name", SWAPS)
-def test_swap_then_add(name, peft_format, base, ids, tmp_path):
+def test_swap_then_add(name, base, ids, tmp_path):
     model = swap(base(), name)
     model.add_adapter(lora())
     train(model, ids)
-    again = saved_and_loaded(model, base, tmp_path, peft_format=peft_format)
+    again = saved_and_loaded(model, base, tmp_path)
     assert torch.equal(logits(again, ids), logits(model, ids))
+    in_peft = peft.PeftModel.from_pretrained(swap(base(), name), tmp_path)
+    assert torch.equal(logits(in_peft, ids), logits(model, ids))
 
 
 @pytest.mark.parametrize(
@@ -97,15 +96,14 @@ def test_swap_then_add(name, peft_format, base, ids, tmp_path):
         ("AutoModelForCausalLM", "AutoModelForSequenceClassification"),
     ],
 )
-@pytest.mark.parametrize("name", ["hedgehog", "gates"])
-def test_an_adapter_of_another_class(name, trained, loaded, folder, ids, tmp_path):
+def test_an_adapter_of_another_class(trained, loaded, folder, ids, tmp_path):
     """A head is a prefix more in the names, which transformers removes, and nobody adds."""
 
     def states(model):
         with torch.no_grad():
             return model.eval()(ids, output_hidden_states=True).hidden_states[-1]
 
-    swap(getattr(hf, trained).from_pretrained(folder), name).save_pretrained(tmp_path / "base")
+    swap(getattr(hf, trained).from_pretrained(folder), "gates").save_pretrained(tmp_path / "base")
     model = getattr(hf, trained).from_pretrained(tmp_path / "base")
     model.add_adapter(lora())
     for name, x in model.named_parameters():
@@ -149,8 +147,10 @@ def test_parameters_that_no_module_has_are_refused(base, ids, tmp_path):
     assert not any("lora" in key for key in again.state_dict())
 
 
-@pytest.mark.parametrize("order", ["add", "load", "from_pretrained"])
-@pytest.mark.parametrize("name", SWAPS)
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [("linear", "load"), ("window", "from_pretrained"), ("hedgehog", "add"), ("gates", "load")],
+)
 def test_adapter_then_swap(name, order, base, ids, tmp_path):
     model = base()
     model.add_adapter(lora())
@@ -280,12 +280,11 @@ def test_weights_of_another_swap_do_not_replace_an_adapter(base, ids, tmp_path):
 
 
 @pytest.mark.parametrize("library", ["transformers", "peft", "compiled"])
-@pytest.mark.parametrize("name", WITH_PARAMETERS)
 def test_an_adapter_that_replaces_another_one_brings_its_backends_or_is_refused(
-    name, library, base, ids, tmp_path
+    library, base, ids, tmp_path
 ):
     def adapted(seed: int, **options: Any) -> Any:
-        model = swap(base(), name)
+        model = swap(base(), "gates")
         if library == "transformers":
             model.add_adapter(lora(**options))
         else:

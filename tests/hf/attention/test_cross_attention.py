@@ -195,13 +195,12 @@ def test_cached_decoding_equals_one_pass(name, backend, make_model, ids, padding
     assert_close(torch.cat(parts, 1), whole)
 
 
-@pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize(("name", "backend"), CASES)
-def test_generate(name, backend, beams, make_model, ids, padding):
+def test_generate(name, backend, make_model, ids, padding):
     model = make_model(name)
     swap(model, backend)
     given = sources(name, ids, padding("right", (9, 12, 2)))
-    options = {"max_new_tokens": 7, "do_sample": False, "num_beams": beams}
+    options = {"max_new_tokens": 7, "do_sample": False, "num_beams": 3}
     found = model.generate(**given, **options)
     assert found.shape[1] >= 7
     assert torch.equal(found, model.generate(**given, **options, use_cache=False))

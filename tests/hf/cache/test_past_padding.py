@@ -60,45 +60,45 @@ CHANGES = {
     ("change", "end"),  # one new token, several
     [("hidden", 9), ("shown", 12), ("swapped", 12), ("swapped between rows", 9)],
 )
-def test_a_changed_mask_is_refused(model, cache, ids, mask, change, end):
+def test_a_changed_mask_is_refused(linear, cache, ids, mask, change, end):
     entries, message = CHANGES[change]
-    step(model, cache, ids, mask, 0, 8)
+    step(linear, cache, ids, mask, 0, 8)
     with pytest.raises(UnsupportedError, match=rf"layers\.0\.self_attn.*{message}"):
-        step(model, cache, ids, changed(mask, *entries), 8, end)
+        step(linear, cache, ids, changed(mask, *entries), 8, end)
 
 
-def test_the_cache_is_usable_after_a_refusal(model, cache, ids, mask):
-    step(model, cache, ids, mask, 0, 8)
+def test_the_cache_is_usable_after_a_refusal(linear, cache, ids, mask):
+    step(linear, cache, ids, mask, 0, 8)
     with pytest.raises(UnsupportedError, match="unchanged"):
-        step(model, cache, ids, changed(mask, (1, 6)), 8, 9)
-    found = torch.cat([step(model, cache, ids, mask, n, n + 1) for n in range(8, 12)], 1)
-    assert_close(found, whole(model, ids, mask)[:, 8:], atol=1e-4, rtol=1e-4)
+        step(linear, cache, ids, changed(mask, (1, 6)), 8, 9)
+    found = torch.cat([step(linear, cache, ids, mask, n, n + 1) for n in range(8, 12)], 1)
+    assert_close(found, whole(linear, ids, mask)[:, 8:], atol=1e-4, rtol=1e-4)
 
 
-def test_a_change_at_any_step_is_refused(model, cache, ids, mask):
-    step(model, cache, ids, mask, 0, 8)
+def test_a_change_at_any_step_is_refused(linear, cache, ids, mask):
+    step(linear, cache, ids, mask, 0, 8)
     for n in (8, 9, 10):
-        step(model, cache, ids, mask, n, n + 1)
+        step(linear, cache, ids, mask, n, n + 1)
     with pytest.raises(UnsupportedError, match="row 0, token 9 is 0 now"):
-        step(model, cache, ids, changed(mask, (0, 9)), 11, 12)
+        step(linear, cache, ids, changed(mask, (0, 9)), 11, 12)
 
 
-def test_without_a_mask_every_token_counts_as_real(model, cache, ids, mask):
-    step(model, cache, ids, None, 0, 8)
-    step(model, cache, ids, torch.ones_like(mask), 8, 9)
-    step(model, cache, ids, None, 9, 10)
+def test_without_a_mask_every_token_counts_as_real(linear, cache, ids, mask):
+    step(linear, cache, ids, None, 0, 8)
+    step(linear, cache, ids, torch.ones_like(mask), 8, 9)
+    step(linear, cache, ids, None, 9, 10)
     with pytest.raises(UnsupportedError, match="row 1, token 0 is 0 now"):
-        step(model, cache, ids, mask, 10, 12)
+        step(linear, cache, ids, mask, 10, 12)
     cache.reset()
-    step(model, cache, ids, mask, 0, 8)
+    step(linear, cache, ids, mask, 0, 8)
     with pytest.raises(UnsupportedError, match="row 1, token 0 is 1 now"):
-        step(model, cache, ids, None, 8, 9)
+        step(linear, cache, ids, None, 8, 9)
 
 
-def test_a_mask_of_the_new_tokens_alone_is_refused(model, cache, ids, mask):
-    step(model, cache, ids, None, 0, 8)
+def test_a_mask_of_the_new_tokens_alone_is_refused(linear, cache, ids, mask):
+    step(linear, cache, ids, None, 0, 8)
     with pytest.raises(UnsupportedError, match="over all tokens so far"):
-        model(ids[:, 8:], attention_mask=mask[:, 8:] * 0 + 1, **cache_argument(cache))
+        linear(ids[:, 8:], attention_mask=mask[:, 8:] * 0 + 1, **cache_argument(cache))
 
 
 def test_exact_backends_apply_a_changed_mask(llama, ids, mask):

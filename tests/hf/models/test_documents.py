@@ -322,9 +322,12 @@ def test_compiled_rows_of_other_numbers_of_documents(family, ways):
     compiled = torch.compile(ours.model, backend="eager", fullgraph=True)
     scale = getattr(ours.config, "logits_scaling", 1)
     with torch.no_grad():
-        for way, lengths in product(ways, (LENGTHS, (7, 9), (4, 1, 2, 8, 1))):
+        for way, lengths in product(ways, (LENGTHS, (4, 1, 2, 8, 1))):
             ids, expected = alone(family, lengths)
-            hidden = compiled(ids, **WAYS[way](lengths), use_cache=False).last_hidden_state
+            given = WAYS[way](lengths)
+            if "cu_seq_lens_q" in given:
+                torch._dynamo.mark_dynamic(given["cu_seq_lens_q"], 0)  # one graph for all
+            hidden = compiled(ids, **given, use_cache=False).last_hidden_state
             assert_close(ours.lm_head(hidden) / scale, expected, atol=3e-4, rtol=1e-3)
         if family != "qwen3_5_text":
             return

@@ -1,7 +1,5 @@
 """Models that are built or loaded with a swap: extras are attached, initialised and kept."""
 
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ import attnzoo
 from attnzoo.backends.softmax import SoftmaxBackend, SoftmaxConfig
 from attnzoo.contract.backend import BACKENDS
 from attnzoo.errors import AttnzooError, SpecError
-from tests.processes import run
 
 
 class BiasedBackend(SoftmaxBackend):
@@ -289,12 +286,7 @@ def test_bad_specs_are_refused_when_loading(stock, data, why):
         hf.AutoModelForCausalLM.from_pretrained(stock, config=config, attn_implementation="attnzoo")
 
 
-# -- without the plugin, and in any order of imports ---------------------------------------------
-
-
-def python(code: str, *arguments: object) -> Any:
-    command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
-    return run(command, cwd=Path(attnzoo.__file__).parents[1])
+# -- without the plugin --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -315,20 +307,3 @@ def test_without_attnzoo_loading_raises(cls, message, saved, fresh_python):
     assert done.returncode != 0
     assert "ValueError" in done.stderr
     assert message in done.stderr
-
-
-def test_attnzoo_imported_first(saved):
-    """Other orders of imports are in ``tests/users/test_import_order.py``."""
-    done = python(
-        """
-        import sys
-        import attnzoo; assert "torch" not in sys.modules; import transformers
-        from transformers import AutoModelForCausalLM
-        model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-        print(*(layer.self_attn.attnzoo.name for layer in model.model.layers))
-        attnzoo.restore(model)
-        """,
-        saved,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["gated_linear"] * 2

@@ -22,10 +22,10 @@ SAMPLE = {
 }
 NAMES = " ".join(SAMPLE.values()).split()
 # Families that differ in the path they take: sinks, softcaps, biases, learned positions, values of
-# another size, differences of heads, mixers beside attention, two models, images, sounds
+# another size, differences of heads, mixers beside attention, two models, images
 FEW = [
     *("llama", "gpt_oss", "gemma2", "gpt2", "deepseek_v3", "diffllama", "jamba", "bert"),
-    *("t5", "bart", "whisper", "vit", "wav2vec2", "qwen2_vl"),
+    *("t5", "bart", "vit", "qwen2_vl"),
 ]
 BACKENDS = ["softmax", "flash", "linear", "gated_linear"]
 

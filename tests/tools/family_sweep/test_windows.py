@@ -29,6 +29,7 @@ VARIANTS = {
 }
 FAMILIES = ["llama", "mistral", "gpt_oss", "gemma3n_text", "gemma4_text"]
 NEW = "gemma4_text"  # computes the last tokens only in layers with the keys of others
+FEW = {(NEW, "softmax window sinks"), *((x, "flash window") for x in ("llama", "gpt_oss", NEW))}
 EXHAUSTIVE = [pytest.mark.exhaustive]
 # The stock cache of a sliding window drops keys, which a 4-D mask may show
 NOT_IN_STOCK = {"steps, bool 4-D mask", "steps, float 4-D mask"}
@@ -59,7 +60,7 @@ def skip_unless_sliced(model):
 @pytest.mark.parametrize(
     ("model_type", "name"),
     [
-        pytest.param(x, name, marks=[] if x == NEW or name == "flash window" else EXHAUSTIVE)
+        pytest.param(x, name, marks=[] if (x, name) in FEW else EXHAUSTIVE)
         for x in FAMILIES
         for name in SPECS
     ],
@@ -71,7 +72,9 @@ def test_every_variant_is_equal(model_type, name):
     assert {*found.checked} == (VARIANTS if model_type == "llama" else VARIANTS - NOT_IN_STOCK)
 
 
-@pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
+@pytest.mark.parametrize(
+    "model_type", ["gemma3n_text", pytest.param("gemma4_text", marks=EXHAUSTIVE)]
+)
 def test_the_keys_of_a_layer_that_keeps_all(model_type):
     """The first two layers keep all keys, and the last two, with their keys, a window."""
     model, layers = family(model_type).model, {"2-3": "flash:window=4"}
@@ -86,7 +89,10 @@ def test_the_keys_of_a_layer_that_keeps_all(model_type):
     [
         # its bias is made of the values of the call
         ("doge", "generate", r"bias over 1 keys is given, but there are \d+ tokens so far"),
-        ("deepseek_v32", "generate", r"holds more than keys and values \(update_indexer\)"),
+        pytest.param(
+            *("deepseek_v32", "generate", r"holds more than keys and values \(update_indexer\)"),
+            marks=EXHAUSTIVE,
+        ),
         ("deepseek_v4", "bool 4-D mask", r"model passes \d+ keys, which it made itself"),
     ],
 )
@@ -173,9 +179,15 @@ def test_the_record_agrees():
             assert types[model_type]["windows"][name]["outcome"] == EQUAL
 
 
-@pytest.mark.parametrize("backend", ["linear", "performer", "block_sparse", "longformer:window=4"])
 @pytest.mark.parametrize(
-    "model_type", [pytest.param("gemma3n_text", marks=EXHAUSTIVE), "gemma4_text"]
+    ("model_type", "backend"),
+    [
+        pytest.param(
+            x, name, marks=[] if x == NEW and name in ("linear", "block_sparse") else EXHAUSTIVE
+        )
+        for x in ("gemma3n_text", NEW)
+        for name in ("linear", "performer", "block_sparse", "longformer:window=4")
+    ],
 )
 def test_other_backends_with_the_keys_of_another_layer(model_type, backend):
     """Gemma 4 computes the last tokens only in these layers."""
