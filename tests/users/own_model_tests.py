@@ -2,8 +2,8 @@
 
 test_transformers_suite.py runs this file in a process of its own; the folder of transformers' tests
 is on its path, and the environment variable BACKEND names the backend. What a backend does not
-support stays exact. Models without a head, and with other heads on the same layers, run in
-`make exhaustive` only.
+support stays exact. Models without a head, with other heads on the same layers, and of other
+families than Llama and T5 run in `make exhaustive` only.
 """
 
 import os

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "integrations" / "accelerate" / "example.py"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
-ARGUMENTS = ("--attention", "gated_linear", "--steps", "4", "--length", "32")
+ARGUMENTS = ("--attention", "gated_linear", "--steps", "4", "--length", "16")
 PRINTED = 1e-6  # the last digit of a printed loss
 
 

@@ -41,8 +41,8 @@ WRITTEN = {
     "integrations/peft": "adapter/adapter_model.safetensors",
     "integrations/lm_eval": "scores",
 }
-# tests/users runs these examples with few steps too, in its own process
-REPEATED = SHORT.keys() - {"integrations/accelerate", "attnzoo finetune"}
+# tests/users runs these examples with few steps too, in its own process or under torchrun
+REPEATED = SHORT.keys() - {"attnzoo finetune"}
 
 
 @pytest.fixture(scope="module")

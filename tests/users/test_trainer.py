@@ -15,7 +15,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "integrations" / "trainer" / "ex
 @pytest.mark.slow
 def test_the_example_learns_and_saves(tmp_path):
     main = runpy.run_path(str(EXAMPLE))["main"]
-    trainer = main(["--out", str(tmp_path), "--steps", "10", "--length", "32"])
+    trainer = main(["--out", str(tmp_path), "--steps", "10", "--length", "16"])
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     assert losses[-1] < 0.8 * losses[0]
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)

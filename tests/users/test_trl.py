@@ -34,12 +34,10 @@ PAIRS = {
     "chosen": [" runs fast", " sits on the mat"],
     "rejected": [" no", " never never"],
 }
-CASES = [  # backend, where the model is, PEFT; all four on one backend
+CASES = [  # backend, where the model is, PEFT
     ("linear", "path", False),
-    ("linear", "path", True),
+    ("flash", "path", True),
     ("linear", "memory", False),
-    ("linear", "memory", True),
-    ("flash", "path", False),
     ("gated_linear", "memory", True),
 ]
 
@@ -131,9 +129,16 @@ def log_probabilities(trainer: Any, kind: str, ids: Any, mask: Any) -> torch.Ten
     return logs.gather(-1, ids[:, -4:, None])[..., 0]
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("backend", ["flash", "linear"])
-@pytest.mark.parametrize("kind", ["GRPO", "RLOO", "Distillation"])
+@pytest.mark.parametrize(
+    ("kind", "backend", "lora"),
+    [
+        ("GRPO", "linear", True),
+        ("RLOO", "flash", True),
+        ("RLOO", "linear", False),
+        ("Distillation", "flash", False),
+        ("Distillation", "linear", True),
+    ],
+)
 def test_log_probabilities_do_not_depend_on_the_padding_of_prompts(
     make_trainer, tokenizer, kind, backend, lora
 ):
@@ -166,10 +171,9 @@ def train(trainer: Any, backend: str) -> None:
     assert all(m.ran is not None for m in backends)
 
 
-@pytest.mark.parametrize("packing", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize(("backend", "where", "lora"), CASES)
-def test_sft(make_trainer, tokenizer, backend, where, lora, packing):
-    model = tiny(tokenizer, backend)
+def test_sft(make_trainer, tokenizer, backend, where, lora):
+    model, packing = tiny(tokenizer, backend), (where == "path") == lora
     train(make_trainer("SFT", model, where, lora, packing=packing, max_length=64), backend)
 
 
@@ -197,8 +201,11 @@ def test_reference_model_of_a_swap_in_memory_is_refused(make_trainer):
         make_trainer("DPO", model, "memory", False)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("option", [{"packing": True}, {"padding_free": True}], ids=str)
+@pytest.mark.parametrize(
+    ("backend", "option"),
+    [*((name, {"packing": True}) for name in BACKENDS), ("linear", {"padding_free": True})],
+    ids=str,
+)
 def test_packed_loss_is_the_loss_of_the_sequences(make_trainer, tokenizer, backend, option):
     """Each token's loss is that of its sequence alone, to the rounding of float32."""
     model = tiny(tokenizer, backend).eval()
@@ -221,23 +228,31 @@ def test_packed_loss_is_the_loss_of_the_sequences(make_trainer, tokenizer, backe
     assert abs(leaked - found) > 100 * error
 
 
+@pytest.fixture
+def original(tokenizer, tmp_path) -> Any:
+    """A model without a swap, whose attention is far from uniform; saved in ``original``."""
+    model = tiny(tokenizer, "flash")
+    attnzoo.restore(model)
+    with torch.no_grad():
+        for x in model.parameters():
+            x.mul_(8 if x.ndim > 1 else 1)
+    model.save_pretrained(tmp_path / "original")
+    tokenizer.save_pretrained(tmp_path / "original")
+    return model
+
+
+@pytest.mark.usefixtures("original")
 def test_example(tmp_path, trl):
     module = runpy.run_path(str(ROOT / "integrations" / "trl" / "example.py"))
-    trainer = module["main"](["--steps", "2", "--out", str(tmp_path)])
+    given = ["--model", tmp_path / "original", "--steps", 2, "--out", tmp_path]
+    trainer = module["main"]([*map(str, given)])
     saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert saved.config.attnzoo["backend"] == "linear"
     assert_close(dict(saved.state_dict()), dict(trainer.model.state_dict()), rtol=0, atol=0)
 
 
-def test_distillation_example(tmp_path, trl, tokenizer, monkeypatch):
+def test_distillation_example(tmp_path, trl, original, monkeypatch):
     """A step's loss is the reverse KL on what the student has generated, each row run alone."""
-    original = tiny(tokenizer, "flash")
-    attnzoo.restore(original)
-    with torch.no_grad():
-        for x in original.parameters():
-            x.mul_(8 if x.ndim > 1 else 1)  # attention is far from uniform
-    original.save_pretrained(tmp_path / "original")
-    tokenizer.save_pretrained(tmp_path / "original")
     compute, steps = trl.DistillationTrainer.compute_loss, []
 
     @torch.no_grad()
