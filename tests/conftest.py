@@ -34,8 +34,6 @@ INTERPRETED = (
     "attnzoo.ops.delta.triton.custom_op",
     "attnzoo.ops.delta.triton.step",
     "attnzoo.ops.linear.triton.custom_op",
-    "attnzoo.ops.hybrid.triton.custom_op",
-    "attnzoo.ops.hybrid.triton.step",
     "attnzoo.ops.linear.triton.step",
     "triton.experimental.gluon",
 )

@@ -201,3 +201,8 @@ def test_rows_within_the_window_give_every_parameter_a_gradient(name, options, c
         assert parameter.grad is not None, key
         if name != "delta":  # which keeps the state's part of a query without earlier keys, too
             assert not parameter.grad.any(), key  # no key is outside the window
+
+
+def test_flex_without_a_window_is_refused():
+    with pytest.raises(UnsupportedError, match="impl='flex' computes windows, and window=None"):
+        build("linear", impl="flex")

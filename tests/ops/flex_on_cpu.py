@@ -9,11 +9,12 @@ import torch
 from torch.nn.attention import flex_attention
 
 import attnzoo.ops.flash.api
+import attnzoo.ops.hybrid.api
 import attnzoo.ops.longformer.api  # noqa: F401
 from attnzoo.ops.window import flex
 from tests.helpers import change_implementation
 
-OPS = ("flash_attention", "longformer_attention")
+OPS = ("flash_attention", "longformer_attention", "hybrid_attention")
 
 
 @contextmanager

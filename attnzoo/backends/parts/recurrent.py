@@ -49,7 +49,7 @@ class RecurrentConfig(BackendConfig):
         chunk_size: Tokens per parallel step. ``None`` lets the op choose.
     """
 
-    ops: ClassVar[tuple[str, ...]] = ("linear_attention", "linear_step")
+    ops: ClassVar[tuple[str, ...]] = ("linear_attention", "linear_step", "hybrid_attention")
 
     smallest: ClassVar[Mapping[str, str]] = {"window": "1 token", "chunk_size": "1 token"}
     largest: ClassVar[Mapping[str, int]] = {"window": MAX_STATE, "num_sinks": MAX_SINKS}
@@ -190,7 +190,14 @@ class RecurrentBackend(AttentionBackend):
                 f"the layer is bidirectional, where num_sinks={self.config.num_sinks} is "
                 "unsupported (set num_sinks=0, or use flash)"
             )
-        if self.config.window is not None:
+        if self.config.window is None:
+            names = impl_names(*(op for op in self.config.ops if op != self.window_op))
+            if self.config.impl not in names:
+                reasons.append(
+                    f"impl={self.config.impl!r} computes windows, and window=None (use one of "
+                    f"{', '.join(names)}, or set a window)"
+                )
+        else:
             if self.config.impl not in (names := impl_names(self.window_op)):
                 reasons.append(
                     f"impl={self.config.impl!r} does not support a window (use one of "

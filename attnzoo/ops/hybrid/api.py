@@ -28,7 +28,6 @@ from attnzoo.contract.context_parallel import SequenceShard
 from attnzoo.contract.implementation import (
     CPP,
     TORCH,
-    TRITON,
     Implementation,
     register_implementation,
     select,
@@ -70,15 +69,9 @@ from attnzoo.ops.hybrid.parts import (
 )
 from attnzoo.ops.hybrid.reference import run_reference
 from attnzoo.ops.hybrid.step import hybrid_step, step_reasons
-from attnzoo.ops.hybrid.triton.run import (
-    hybrid_triton_reasons,
-    hybrid_verdict,
-    run_step_triton,
-    run_triton,
-    step_triton_reasons,
-)
 from attnzoo.ops.linear.common import check_feature_map
 from attnzoo.ops.linear.cpu.linear import cpp_reasons
+from attnzoo.ops.window import flex
 from attnzoo.ops.window.causal_window import attend_torch
 from attnzoo.ops.window.cpu.band import band_cpp_reasons
 
@@ -117,9 +110,10 @@ def hybrid_attention(
             for each. ``None``: each row is a sequence.
         state: The state that an earlier causal call returned.
         return_state: Whether to return the state after the last token.
-        impl: ``"triton"`` (NVIDIA GPUs), ``"cpp"`` (CPUs), ``"torch"``, ``"reference"`` (the dense
-            formula, differentiated by autograd), or ``"auto"``, which selects the fastest one that
-            supports the call; ``"triton"`` only after its kernels passed a check on the device.
+        impl: ``"flex"`` (CUDA; FlexAttention for the window, and the ``"auto"`` of
+            ``linear_attention`` for the sums), ``"cpp"`` (CPUs), ``"torch"``, ``"reference"`` (the
+            dense formula, differentiated by autograd), or ``"auto"``, which selects the fastest one
+            that supports the call.
         chunk_size: As in :func:`attnzoo.ops.linear.api.linear_attention`.
         shard: This rank's part of sequences that several ranks hold, in place of ``state``; causal.
         num_sinks: G, first tokens of each sequence that belong to the window of every later query,
@@ -316,28 +310,25 @@ def _cpp_reasons(x: HybridInputs) -> list[str]:
     return cpp_reasons(chunk_size=x.chunk_size) or band_cpp_reasons()
 
 
-def _skip_cpp(x: HybridInputs) -> list[str]:
+def _skip_kernel(x: HybridInputs) -> list[str]:
     return ["one token is a few torch operations"] if x.q.shape[2] == 1 else []
 
 
 register_implementation(
     Implementation(
         op="hybrid_attention",
-        **TRITON,
-        run=run_triton,
-        reasons=hybrid_triton_reasons,
+        **flex.FLEX,
+        run=partial(run_torch, attend=flex.attend_flex, sums=partial(sums_torch, impl="auto")),
+        reasons=lambda x: flex.flex_reasons(x.q, x.k, x.v),
+        auto_reasons=_skip_kernel,
         form="softmax window + linear form",
-        verdict=hybrid_verdict,
-        step=run_step_triton,
-        step_reasons=step_triton_reasons,
-        step_form=STEP_FORM,
     ),
     Implementation(
         op="hybrid_attention",
         **CPP,
         run=run_cpp,
         reasons=_cpp_reasons,
-        auto_reasons=_skip_cpp,
+        auto_reasons=_skip_kernel,
         form="softmax window + linear form",
         step=hybrid_step_cpp,
         step_reasons=step_cpp_reasons,

@@ -25,8 +25,6 @@ from attnzoo.ops.linear.api import linear_attention
 from attnzoo.ops.linear.common import like_features
 from attnzoo.ops.linear.context_parallel import state_from_earlier_ranks
 from attnzoo.ops.linear.cpu.linear import weighted_sums
-from attnzoo.ops.linear.triton.run import divide_sums, round_features
-from attnzoo.ops.linear.triton.run import linear_sums as triton_sums
 from attnzoo.ops.window.causal_window import (
     AttendBand,
     WindowInputs,
@@ -429,21 +427,6 @@ def _directional_sums(
     return sums.flip(2), totals.flip(2)
 
 
-def sums_triton(
-    x: HybridInputs,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    sequences: Sequences | None,
-    log_decay: Tensor | None,
-    state: LinearState | None,
-) -> tuple[Tensor, Tensor, LinearState | None]:
-    """Compute :data:`CausalSums` in Triton, without a state; features are given."""
-    assert state is None
-    q, k, v = qkv
-    q, k = round_features(q, v), round_features(k, v)
-    out, totals, _ = triton_sums(q, k, v, log_decay, None, sequences, return_state=False)
-    return out, totals, None
-
-
 def sums_cpp(
     x: HybridInputs,
     qkv: tuple[Tensor, Tensor, Tensor],
@@ -477,16 +460,19 @@ def sums_torch(
     sequences: Sequences | None,
     log_decay: Tensor | None,
     state: LinearState | None,
+    impl: str = "torch",
 ) -> tuple[Tensor, Tensor, LinearState | None]:
-    """Compute :data:`CausalSums` in torch; features are given."""
+    """Compute :data:`CausalSums` in torch, or by another ``impl``; features are given."""
     q, k, v = qkv
     wide = torch.promote_types(v.dtype, torch.float32)
+    if impl != "torch":  # kernels take one dtype
+        q, k = q.to(wide), k.to(wide)
     ones = v.new_ones(*v.shape[:3], 1, dtype=wide)
     found = linear_attention(
         *(q, k, cat_huge_pages([v.to(wide), ones], 3)),
         sequences=sequences,
         log_decay=log_decay,
-        impl="torch",
+        impl=impl,
         state=state,
         return_state=x.return_state,
         chunk_size=x.chunk_size,
@@ -522,28 +508,6 @@ def combine(
     window_weight, linear_weight = _weights(lse, total, has_linear, logit, branch)
     numerator = window_weight * near + linear_weight * values
     return numerator / (window_weight + linear_weight * total)
-
-
-def combine_kernels(
-    near: Tensor,
-    lse: Tensor,
-    values: Tensor,
-    total: Tensor,
-    logit: Tensor,
-    branch: LinearBranch,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Return :func:`combine` of linear sums whose gradients Triton kernels round to ``dtype``.
-
-    It is a mean of the outputs of both branches, so that :func:`divide_sums` makes the gradients of
-    the linear sums of values and of weights consistent.
-    """
-    has_linear = total > MIN_WEIGHT
-    far = divide_sums(values, total.clamp(min=MIN_WEIGHT), dtype)
-    window_weight, linear_weight = _weights(lse, total, has_linear, logit, branch)
-    linear_weight = linear_weight * total.clamp(min=MIN_WEIGHT)
-    share = linear_weight / (window_weight + linear_weight)
-    return near + share * (far - near)
 
 
 def _weights(

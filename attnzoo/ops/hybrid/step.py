@@ -16,7 +16,7 @@ from torch import Tensor
 from attnzoo.contract.states import run_at_slots
 from attnzoo.ops.hybrid.parts import HybridState, LinearBranch, StepInputs, StepResult, combine
 from attnzoo.ops.linear.common import log_decay_per_token
-from attnzoo.ops.window.causal_window import dense_softmax
+from attnzoo.ops.window.band import dense_softmax
 from attnzoo.runtime.kernel_calls import is_plain_call
 
 

@@ -99,6 +99,19 @@ def _softmax(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Ten
     return out, lse
 
 
+def dense_softmax(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return softmax attention and its log-sum-exp; finite for queries that see no key."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q = q.to(wide).unflatten(1, (k.shape[1], -1)) * scale
+    scores = (q @ k.to(wide).unsqueeze(2).mT).flatten(1, 2)
+    scores = scores.masked_fill(~seen, torch.finfo(wide).min / 8)
+    lse = scores.logsumexp(-1, keepdim=True)
+    weights = (scores - lse).exp().unflatten(1, (k.shape[1], -1))
+    return (weights @ v.to(wide).unsqueeze(2)).flatten(1, 2), lse
+
+
 class _Blocks:
     """The blocks of a call: those of each of the d phases, whose band is plain.
 

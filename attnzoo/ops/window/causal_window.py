@@ -30,7 +30,8 @@ from attnzoo.contract.padding import fill_padding, gather_tokens
 from attnzoo.contract.sequences import Sequences, take
 from attnzoo.contract.states import ImplChoice, put_slots, read_slots
 from attnzoo.contract.validation import check_sequences, check_size, is_empty_call
-from attnzoo.ops.window.band import LocalOptions, band_attention
+from attnzoo.ops.window import flex
+from attnzoo.ops.window.band import LocalOptions, band_attention, dense_softmax
 from attnzoo.ops.window.cpu.band import OutsideSums, band_attention_cpp, band_cpp_reasons
 from attnzoo.ops.window.pattern import Band, GlobalIndices, SinkKeys, split_sinks
 
@@ -92,8 +93,8 @@ def causal_window_attention(
         state: The window of an earlier call.
         return_state: Whether to return the window after the last token.
         shard: This rank's part of sequences that several ranks hold, in place of ``state``.
-        impl: ``"cpp"`` (CPUs), ``"torch"``, ``"reference"``, which computes with a dense mask, or
-            ``"auto"``. One token after a state is computed in torch.
+        impl: ``"cpp"`` (CPUs), ``"flex"`` (CUDA), ``"torch"``, ``"reference"``, which computes with
+            a dense mask, or ``"auto"``. One token after a state is computed in torch.
         num_sinks: G, first tokens of each sequence that are seen outside the window too; not
             together with ``shard``.
         slots: For one token of each of B sequences: the row of each in ``state``, which is a pool
@@ -351,19 +352,6 @@ def local_softmax(
     return attend(x.q, x.k, x.v, options, 0, outside)
 
 
-def dense_softmax(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Return softmax attention and its log-sum-exp; finite for queries that see no key."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    q = q.to(wide).unflatten(1, (k.shape[1], -1)) * scale
-    scores = (q @ k.to(wide).unsqueeze(2).mT).flatten(1, 2)
-    scores = scores.masked_fill(~seen, torch.finfo(wide).min / 8)
-    lse = scores.logsumexp(-1, keepdim=True)
-    weights = (scores - lse).exp().unflatten(1, (k.shape[1], -1))
-    return (weights @ v.to(wide).unsqueeze(2)).flatten(1, 2), lse
-
-
 # -- implementations -------------------------------------------------------------------------------
 
 
@@ -414,6 +402,13 @@ register_implementation(
         **CPP,
         run=partial(causal_window, attend=band_attention_cpp),
         reasons=lambda call: band_cpp_reasons(),
+    ),
+    Implementation(
+        op="causal_window_attention",
+        **flex.FLEX,
+        run=partial(causal_window, attend=flex.attend_flex),
+        reasons=lambda call: flex.flex_reasons(call.q, call.k, call.v),
+        auto_reasons=lambda call: ["one query needs one row of a mask"] * (call.q.shape[2] == 1),
     ),
     Implementation(
         op="causal_window_attention",

@@ -14,12 +14,12 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.contract.implementation import OpCall
 from attnzoo.contract.masks import AttentionMask
-from attnzoo.ops.window.band import LocalOptions
-from attnzoo.ops.window.causal_window import dense_softmax
+from attnzoo.ops.window.band import LocalOptions, dense_softmax
 from attnzoo.ops.window.cpu.band import OutsideSums
 from attnzoo.ops.window.pattern import Band
 from attnzoo.runtime.first_call import differences, first_call_verdict
@@ -151,7 +151,7 @@ def windows(
         offset: Position of query 0 among the keys.
         key_mask: The keys that windows contain, ``[1 or B, S]`` bool; ``None``: all.
         extra: The keys that queries see outside of their window too, ``[1 or B, S]`` bool.
-        segment_ids: As in :class:`AttentionMask`.
+        segment_ids: Queries see the run of tokens with an equal number, ``[1 or B, S]``.
         device: Of the tensors.
     """
     bands = bands[:1] if len(set(bands)) == 1 else bands
@@ -160,10 +160,8 @@ def windows(
     if causal:
         stop = position + 1
     if segment_ids is not None:
-        ids = segment_ids.contiguous()
-        of_queries = ids[:, keys - queries :].contiguous()
-        first = torch.searchsorted(ids, of_queries)[:, None]
-        stop = stop.minimum(torch.searchsorted(ids, of_queries, right=True)[:, None])
+        begin, end = (x[:, None, keys - queries :] for x in runs(segment_ids))
+        first, stop = begin, stop.minimum(end)
     sizes = torch.tensor([[min(x, keys) for x in band] for band in bands], device=device)
     before, after, step = (
         sizes.mT[:, None, :, None] if len(bands) > 1 else sizes.mT[..., None, None]
@@ -178,6 +176,16 @@ def windows(
     if extra is None:
         return near
     return near | (among(extra[:, None], queries) & between(first, stop, keys))
+
+
+def runs(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return begin and end of the run of equal numbers around each token of ``[B, S]``."""
+    token = torch.arange(ids.shape[1], device=ids.device)
+    changes = ids[:, 1:] != ids[:, :-1]
+    first, last = F.pad(changes, (1, 0), value=True), F.pad(changes, (0, 1), value=True)
+    begin = torch.where(first, token, 0).cummax(1).values
+    end = torch.where(last, token + 1, ids.shape[1]).flip(1).cummin(1).values.flip(1)
+    return begin, end
 
 
 def _at_steps(position: Tensor, step: Tensor, like: Region) -> Region:

@@ -12,13 +12,15 @@ from attnzoo.ops.features.functional import FIXED, MapWeights
 from attnzoo.ops.hybrid.api import LinearBranch, hybrid_attention
 from attnzoo.ops.hybrid.parts import HybridState
 from attnzoo.ops.softmax.api import softmax_attention
+from attnzoo.ops.window import flex
 from tests.kernel_device import nan_in_uninitialized_memory
+from tests.ops.flex_on_cpu import flex_on_cpu
 
 B, H, HKV, D, E, F = 2, 4, 2, 5, 3, 6
 SCALE = 0.4
 DECAYS = (None, "head", "token", "channel")
 KINDS = ({}, {"mean": True}, {"relative": False})
-IMPLS = ("torch", "cpp", "compiled")
+IMPLS = ("torch", "cpp", "compiled", "flex")
 GAPS = (2, 0, 3, 0, 1, 2)  # tokens of no sequence before each sequence, and at the end
 LENGTHS = (20, 0, 1, 5, 70)
 
@@ -75,13 +77,19 @@ def impl(request, monkeypatch):
     """An implementation; ``compiled`` is the path of torch under ``torch.compile``."""
     if request.param == "compiled":
         monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)
-    return request.param
+    if request.param != "flex":
+        yield request.param
+        return
+    monkeypatch.setattr(flex, "flex_reasons", lambda *x: [])  # float64, narrow heads
+    with flex_on_cpu(monkeypatch) as masks:
+        yield request.param
+    assert masks
 
 
 every_impl = pytest.mark.parametrize("impl", IMPLS, indirect=True)
 
 
-@pytest.mark.parametrize("impl", ["torch", "cpp"])
+@pytest.mark.parametrize("impl", ["torch", "cpp", "flex"], indirect=True)
 @pytest.mark.parametrize("decay", DECAYS, ids=str)
 @pytest.mark.parametrize("window", [1, 4, 16])
 def test_causal_rows_equal_the_reference(window, decay, impl):
@@ -91,7 +99,7 @@ def test_causal_rows_equal_the_reference(window, decay, impl):
             assert_close(run(x, window, impl).out, reference(x, window).out)
 
 
-@pytest.mark.parametrize("impl", ["torch", "cpp"])
+@pytest.mark.parametrize("impl", ["torch", "cpp", "flex"], indirect=True)
 @pytest.mark.parametrize("window", [1, 4, 16])
 def test_bidirectional_rows_equal_the_reference(window, impl):
     for length in (5, 17, 70):
@@ -419,6 +427,21 @@ def test_rounding_errors_are_at_most_twice_those_of_the_reference(dtype):
     assert (ours.out - exact.out).abs().max() <= budget
 
 
+def test_flex_rounds_as_little_as_torch(monkeypatch):
+    monkeypatch.setattr(flex, "flex_reasons", lambda *x: [])
+    low = [t.bfloat16() for t in make(100)[:3]]
+    branch = make(100)[3]
+    branch = branch._replace(q=branch.q.float(), k=branch.k.float(), log_weight=torch.tensor(0.3))
+    exact = LinearBranch(*(t.double() for t in branch[:3]))
+    exact = run([*(t.double() for t in low), exact], 8, "reference").out
+    plain = run([*low, branch], 8, "torch").out
+    with flex_on_cpu(monkeypatch):
+        ours = run([*low, branch], 8, "auto")
+    assert ours.impl.impl == "flex"
+    budget = 2 * (plain - exact).abs().max() + 2 * torch.finfo(torch.bfloat16).eps
+    assert (ours.out - exact).abs().max() <= budget
+
+
 @pytest.mark.parametrize("impl", ["auto", "torch", "reference"])
 def test_the_output_names_its_implementation(impl):
     for causal in (True, False):
@@ -429,7 +452,7 @@ def test_the_output_names_its_implementation(impl):
 
 def test_an_unknown_implementation_is_refused_with_all_names():
     with pytest.raises(
-        UnsupportedError, match=r"no impl 'xformers'.* auto, triton, cpp, torch, reference"
+        UnsupportedError, match=r"no impl 'xformers'.* auto, flex, cpp, torch, reference"
     ):
         run(make(12), 4, impl="xformers")
 

@@ -3,7 +3,6 @@
 import sys
 import warnings
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,12 +14,6 @@ from attnzoo.evaluation.kernel_checks import check_kernels
 from attnzoo.ops import linear_attention
 from attnzoo.ops.block_sparse.triton import check as check_sparse
 from attnzoo.ops.delta.triton import check as check_delta
-from attnzoo.ops.hybrid import api as window_hybrid
-from attnzoo.ops.hybrid.parts import LinearBranch
-from attnzoo.ops.hybrid.triton import check as check_hybrid
-from attnzoo.ops.hybrid.triton import custom_op as hybrid_op
-from attnzoo.ops.hybrid.triton import step as hybrid_step
-from attnzoo.ops.hybrid.triton.check import HybridCase
 from attnzoo.ops.linear.triton import check as check_triton
 from attnzoo.ops.linear.triton import launch
 from attnzoo.ops.linear.triton import verdicts as triton_verdicts
@@ -278,13 +271,9 @@ def test_the_identity_has_the_versions_of_kernels_and_compilers(monkeypatch):
 # -- the check itself -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("linear", "bare"), pytest.param("hybrid", "plain", marks=pytest.mark.exhaustive)],
-)
-def test_the_check_passes_in_separate_processes(name, kind, monkeypatch):
-    monkeypatch.setattr(triton_verdicts, "KINDS", {name: (kind,)})
-    assert triton_verdicts.run_check(DEVICE, "none", 64, name)[:2] == (PASSED, "")
+def test_the_check_passes_in_a_separate_process(monkeypatch):
+    monkeypatch.setattr(triton_verdicts, "KINDS", {"linear": ("bare",)})
+    assert triton_verdicts.run_check(DEVICE, "none", 64, "linear")[:2] == (PASSED, "")
 
 
 KINDS = [(decay, kind) for decay in ("none", "scalar", "vector") for kind in check_triton.KINDS]
@@ -292,7 +281,7 @@ QUICK = {("none", "mapped")}
 
 
 def test_the_check_runs_all_kinds_of_calls():
-    found = {"linear": check_triton.KINDS, "hybrid": check_hybrid.KINDS}
+    found = {"linear": check_triton.KINDS}
     found |= {"delta": check_delta.KINDS, "block_sparse": check_sparse.KINDS}
     assert found == triton_verdicts.KINDS
 
@@ -304,104 +293,6 @@ def test_the_check_runs_all_kinds_of_calls():
 def test_the_kernels_pass_their_check(decay, kind):
     for case in check_triton.cases(decay, 64, kind, small=DEVICE.type != "cuda"):
         assert list(wrong_results(case, DEVICE)) == []
-
-
-HYBRID_KINDS = [
-    (decay, kind) for decay in ("none", "scalar", "vector") for kind in check_hybrid.KINDS
-]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("decay", "kind"), HYBRID_KINDS)
-def test_the_kernels_of_the_hybrid_pass_their_check(decay, kind):
-    for case in check_hybrid.cases(decay, 64, kind, small=DEVICE.type != "cuda"):
-        assert list(check_hybrid.wrong_results(case, DEVICE)) == []
-
-
-HYBRID = HybridCase(
-    decay="none", d=16, e=16, features=16, B=1, Hkv=1, T=30, W=8, dtype=torch.float32
-)
-
-
-@pytest.mark.parametrize(
-    ("function", "result", "broken"),
-    [
-        ("launch_window", 0, {"out"}),
-        ("merge", 1, {"d_q", "d_k", "d_v", "d_log_weight"}),
-        ("launch_window_backward", 1, {"d_k"}),
-        ("merge_backward", 3, {"d_q_features", "d_k_features"}),
-    ],
-)
-def test_a_broken_kernel_of_the_hybrid_fails_the_check(function, result, broken, monkeypatch):
-    run = getattr(hybrid_op, function)
-
-    def scaled(*args):
-        results = list(run(*args))
-        results[result] = results[result] * 1.1
-        return tuple(results)
-
-    assert list(check_hybrid.wrong_results(HYBRID, DEVICE)) == []
-    monkeypatch.setattr(hybrid_op, function, scaled)
-    wrong = {text.split()[0] for text in check_hybrid.wrong_results(HYBRID, DEVICE)}
-    assert broken <= wrong
-    assert "kv" not in wrong
-
-
-def test_a_broken_decoding_step_of_the_hybrid_fails_the_check(monkeypatch):
-    run = hybrid_step.launch_hybrid_step
-
-    def without_store(*args):
-        seen = args[13].clone()
-        out = run(*args)
-        args[13].copy_(seen)  # so that the next token overwrites the same row
-        return out
-
-    monkeypatch.setattr(hybrid_step, "launch_hybrid_step", without_store)
-    wrong = {text.partition(" differs")[0] for text in check_hybrid.wrong_results(HYBRID, DEVICE)}
-    assert {"out after decoding", "k after decoding"} <= wrong
-    assert "out" not in wrong
-
-
-def test_auto_selects_the_kernels_of_the_hybrid_only_if_they_passed(gpu, monkeypatch):
-    on_this_device(monkeypatch, "hybrid_attention", "hybrid_step")
-    x, features = X[:, :, :4], torch.rand(1, 1, 4, 100, device=DEVICE)
-    branch = LinearBranch(features, features, torch.zeros(1, 1, 1, 1, device=DEVICE), -features)
-    call = partial(window_hybrid.hybrid_attention, x, x, x, branch, window=4, scale=1.0)
-    assert check(call) == [(PASSED, False)]
-    choice = call().impl
-    assert choice.impl == "triton"
-    assert choice.reason.endswith("checked on NVIDIA Test")
-    assert gpu.checks == [("hybrid", "vector", 128)]  # 100 features
-    token_branch = branch._replace(log_decay=-features[:, :, :1])
-    token_branch = token_branch._replace(q=features[:, :, :1], k=features[:, :, :1])
-    state = call(return_state=True).state
-    new, options = (y[:, :, :1] for y in (x, x, x)), {"window": 4, "scale": 1.0, "state": state}
-    token = partial(window_hybrid.hybrid_attention, *new, token_branch, **options)
-    with torch.no_grad():
-        choice = token().impl
-    assert (choice.impl, "one token" in choice.reason) == ("triton", True)
-    assert choice.reason.endswith("checked on NVIDIA Test")
-    gpu.new_process()
-    gpu.identity, gpu.verdict = {"device": "Other"}, Verdict(FAILED, "d_k differs by 3")
-    check(call)
-    with pytest.warns(
-        UserWarning, match="kernels of the window hybrid .*: they failed .*d_k differs"
-    ):
-        assert call().impl.impl == "torch"
-    with torch.no_grad():
-        assert token().impl.impl == "torch"
-    assert call(impl="triton").impl.impl == "triton"
-
-
-def test_the_identity_depends_on_the_sources_of_the_hybrid(tmp_path, monkeypatch):
-    before = triton_verdicts._source_hash()
-    read = Path.read_bytes
-    for name in ("window/triton/window.py", "hybrid/triton/check.py", "hybrid/triton/merge.py"):
-        triton_verdicts._source_hash.cache_clear()
-        changed = lambda path, name=name: read(path) + b"#" * path.as_posix().endswith(name)  # noqa: E731
-        monkeypatch.setattr(Path, "read_bytes", changed)
-        assert triton_verdicts._source_hash() != before
-    triton_verdicts._source_hash.cache_clear()
 
 
 CASE = CheckCase(decay="scalar", d=16, e=16, B=1, Hkv=1, T=70)

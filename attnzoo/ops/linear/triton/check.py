@@ -2,7 +2,7 @@
 
     python -m attnzoo.ops.linear.triton.check scalar 128 mapped cuda:0
 
-:mod:`attnzoo.ops.hybrid.triton.check` checks those of the window hybrid. Each case runs twice.
+Each case runs twice.
 Results must be equal bit for bit, and differ from float64 by at most twice as much as the torch
 form in the same dtype. Inputs lie in storage that continues with NaN, and memory that kernels
 should write is filled with NaN. :mod:`attnzoo.runtime.verdicts` reads the output.

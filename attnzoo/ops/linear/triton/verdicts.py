@@ -2,7 +2,6 @@
 
 A check runs the kernels of an op with one decay and size in other processes and compares them with
 torch: :mod:`attnzoo.ops.linear.triton.check` for linear attention,
-:mod:`attnzoo.ops.hybrid.triton.check` for the window hybrid,
 :mod:`attnzoo.ops.delta.triton.check` for the delta rule, and
 :mod:`attnzoo.ops.block_sparse.triton.check` for block-sparse attention. Its verdict is kept in
 attnzoo's cache folder, for one GPU, driver, torch, Triton, ptxas and source of the kernels.
@@ -34,23 +33,20 @@ VARIABLE = "ATTNZOO_VERDICT_TRITON"  # environment variable: passed or failed
 SIZES = (64, 128, LARGEST)  # a check uses the smallest of these that keys and values fit
 CHECKS = {  # module by op
     "linear": "attnzoo.ops.linear.triton.check",
-    "hybrid": "attnzoo.ops.hybrid.triton.check",
     "delta": "attnzoo.ops.delta.triton.check",
     "block_sparse": "attnzoo.ops.block_sparse.triton.check",
 }
 KINDS = {  # of calls, by op; the check runs one process each
     "linear": ("bare", "mapped", "any", "wide"),  # as in the table of configs
-    "hybrid": ("plain", "learned", "state", "any", "wide"),
     "delta": ("plain", "any", "wide"),
     "block_sparse": ("plain", "shared", "any", "wide"),
 }
 DECAYS = {  # of calls, by op
-    **dict.fromkeys(("linear", "hybrid", "delta"), ("none", "scalar", "vector")),
+    **dict.fromkeys(("linear", "delta"), ("none", "scalar", "vector")),
     "block_sparse": ("none",),
 }
 KERNELS = {  # in messages
     "linear": "linear attention",
-    "hybrid": "the window hybrid",
     "delta": "the delta rule",
     "block_sparse": "block-sparse attention",
 }
@@ -141,8 +137,8 @@ def _identity(device: torch.device, ptxas: str) -> Mapping[str, str]:
 
 @cache
 def _source_hash() -> str:
-    """Return a hash of the kernels, their launches, the calls of the hybrid and the checks."""
+    """Return a hash of the kernels, their launches and their checks."""
     ops = Path(__file__).parents[2]
     files = sorted(ops.glob("*/triton/*.py"))
-    files += [ops / "window" / "extra_keys.py", ops.parent / "runtime" / "triton_products.py"]
+    files += [ops.parent / "runtime" / "triton_products.py"]
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:16]

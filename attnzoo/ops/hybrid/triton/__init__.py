@@ -1,1 +1,0 @@
-"""The window hybrid in Triton, for NVIDIA GPUs."""

@@ -1,1 +1,0 @@
-"""Softmax inside a sliding window in Triton, for NVIDIA GPUs."""
