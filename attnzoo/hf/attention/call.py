@@ -146,16 +146,17 @@ class LayerHook(ForwardArguments):
         backend = module.attnzoo
         can, layer = backend.capabilities, None
         names = seam.HIDDEN_STATES if can.needs_hidden_states else ()
-        groups = names, seam.ENCODER_STATES, seam.ATTENTION_MASK
-        hidden, encoder, mask = self.find(args, kwargs, *groups)
+        groups = names, seam.ENCODER_STATES, seam.ATTENTION_MASK, seam.CACHE
+        hidden, encoder, mask, cache = self.find(args, kwargs, *groups)
         if encoder is None and not backend.keeps_all_keys:
-            cache = self.cache(args, kwargs)
+            if cache is None:
+                cache = self.cache(args, kwargs)  # refuses one of another name
             if cache is not None:
                 if not backend.geometry.causal or torch.compiler.is_compiling():
                     _refuse_state(backend)
                 layer = state_layer(cache, module, backend)
         elif can.exact_steps and encoder is None:
-            _refuse_candidates(backend, self.cache(args, kwargs))
+            _refuse_candidates(backend, cache)
         arguments = LayerArguments(hidden, layer, encoder is not None, mask)
         module._attnzoo_arguments.value = arguments
 
