@@ -118,7 +118,13 @@ def swap(
 def convert(
     path: Model,
     to: Annotated[
-        str, typer.Option(metavar="CLASS", help="family of the class: the model's own, qwen2, ...")
+        str,
+        typer.Option(
+            metavar="CLASS",
+            help="family of the class: the model's own; for Llama, Mistral and Qwen 2 granite_swa, "
+            "ministral, mistral or qwen2, and mellum for Qwen 3, by the windows that each takes "
+            "(docs/serving.md)",
+        ),
     ],
     output_dir: Annotated[Path, typer.Option(help="new folder for the converted model")],
     plan: Annotated[

@@ -21,6 +21,7 @@ without adapters, so memory holds no second copy.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
@@ -35,6 +36,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from attnzoo.contract.context_parallel import SequenceShard
+from attnzoo.errors import ConfigError
 from attnzoo.evaluation.rows import IGNORE_INDEX
 from attnzoo.hf.attention.call import layer_backend
 from attnzoo.hf.logits import (
@@ -245,25 +247,36 @@ def distil_loss(
             then returns the outputs of its layers.
         chunk: Tokens whose logits are computed at once, in the backward pass again; ``None`` for
             all. The teacher has the same ``chunk``.
+
+    Raises:
+        ConfigError: A weight or ``chunk`` is invalid, or the teacher or a batch does not suit them.
     """
+    _check_weights(teacher, cross_entropy, hidden_states, chunk)
     token_loss = partial(_token_loss, cross_entropy=cross_entropy)
+    with_layers = hidden_states > 0
 
     def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         labels = batch.get("shift_labels")
+        if labels is None and "labels" not in batch:
+            raise ConfigError("The batch has no labels: give input_ids as labels, -100 for none")
         if labels is None:  # the last token has no label
             labels = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
         mask = labels != IGNORE_INDEX
         count = batch.get("num_items_in_batch", mask.sum().clamp(min=1))
-        target = None if teacher is None else teacher(model, batch)
-        with_layers = hidden_states > 0
+        target: Any = None if teacher is None else teacher(model, batch)
+        if target is not None and isinstance(target, HeadInputs) != _in_chunks(batch, chunk):
+            raise ConfigError("The teacher has another chunk than the loss; give both the same one")
+        if with_layers and not target.layers:
+            raise ConfigError(
+                "hidden_states compares layers, which the teacher does not return; give it "
+                "outputs=partial(predictions, with_layers=True)"
+            )
 
         def with_error(total: Tensor, layers: Sequence[Tensor]) -> Tensor:
-            total = total / count
             if not with_layers:
-                return total
-            assert target is not None
+                return total / count
             errors = hidden_states_error(layers, target.layers, mask, count=count)
-            return total + hidden_states * errors
+            return total / count + hidden_states * errors
 
         if not _in_chunks(batch, chunk):
             output: Any = predictions(model, batch, with_layers=with_layers)
@@ -284,6 +297,21 @@ def distil_loss(
         return total + (exact[-1] - total).detach()  # FSDP rounds the output of a model
 
     return loss
+
+
+def _check_weights(
+    teacher: Teacher | None, cross_entropy: float, hidden_states: float, chunk: int | None
+) -> None:
+    """Raise ``ConfigError`` for arguments of :func:`distil_loss` that have no meaning."""
+    if not (0 <= cross_entropy <= 1 and 0 <= hidden_states < math.inf):
+        raise ConfigError(
+            "cross_entropy must be from 0 to 1, and hidden_states at least 0 and finite; got "
+            f"{cross_entropy} and {hidden_states}"
+        )
+    if teacher is None and (cross_entropy != 1 or hidden_states):
+        raise ConfigError("Without a teacher, give cross_entropy=1 and no hidden_states")
+    if chunk is not None and chunk < 1:
+        raise ConfigError(f"chunk must be at least 1, got {chunk}")
 
 
 def _token_loss(

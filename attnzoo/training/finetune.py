@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ from attnzoo.training.data import RowOptions, check_positions, load_documents, s
 from attnzoo.training.loading import load_causal
 from attnzoo.training.planner import weights_fingerprint
 from attnzoo.training.run_folder import RunFolder
-from attnzoo.training.trainer import last_checkpoint, steps_of
+from attnzoo.training.trainer import STATE, last_checkpoint, steps_of
 
 if TYPE_CHECKING:
     import trl
@@ -82,7 +83,8 @@ def finetune(
     """
     path, model_args, lines = Path(path), model_args or trl.ModelConfig(), {}
     _check_arguments(path, args, model_args)
-    resume = resumes(args)
+    resume, run = resumes(args), {"compare": compare, "config": identity(args) | vars(model_args)}
+    RunFolder(Path(str(args.output_dir)), run, RESULTS).check(resume=resume)  # before data are read
     load = partial(
         load_causal,
         path,
@@ -94,8 +96,7 @@ def finetune(
         tokenizer = load_tokenizer(path)
         halves, digest = _read(data, args, tokenizer)
     model = load(spec)
-    run = {"data": digest, "compare": compare}
-    run |= _identity(model, args, model_args, backends=spec is None)
+    run |= {"data": digest, **_identity(model, backends=spec is None)}
     folder = RunFolder(Path(str(args.output_dir)), run, RESULTS)
 
     def make(name: str, model: Any) -> Any:
@@ -106,10 +107,10 @@ def finetune(
 
     def evaluate(name: str, trainer: Any) -> None:
         log(f"evaluation: {name}")
-        loss = float(trainer.evaluate()["eval_loss"])
-        lines[name] = require_finite(loss, f"held-out loss of {name}")
+        lines[name] = require_finite(_cross_entropy(trainer), f"held-out loss of {name}")
 
     trainer = make("finetune", model)
+    _report_cuts(trainer, log)
     with folder.open(resume=resume, state=PartialState()) as finished:
         if finished is not None:
             return finished
@@ -154,12 +155,11 @@ def _check_arguments(path: Path, args: Any, model_args: Any) -> None:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {model_args.dtype!r}")
 
 
-def _identity(model: Any, args: Any, model_args: Any, *, backends: bool) -> dict[str, Any]:
-    """Return what defines a run but for the data; other processes may have no weights yet."""
+def _identity(model: Any, *, backends: bool) -> dict[str, Any]:
+    """Return what a run has of a model; other processes may have no weights yet."""
     is_main = PartialState().is_main_process
     weights = weights_fingerprint(model, backends=backends) if is_main else ""
-    config = identity(args) | vars(model_args)
-    return {"model": weights, "spec": read_field(model.config, NAME), "config": config}
+    return {"model": weights, "spec": read_field(model.config, NAME)}
 
 
 def _read(data: Sequence[Path | str], args: Any, tokenizer: Any) -> tuple[list[Any], str]:
@@ -192,10 +192,37 @@ def _trainer(
             found = trl.SFTTrainer(model, args, processing_class=tokenizer, **options)
     except TemplateError as error:  # of a template that came with the model
         raise SpecError(f"The chat template cannot write the messages: {error}") from error
-    rows = found.train_dataset[:]
-    lengths = rows.get("seq_lengths") or [[len(x)] for x in rows["input_ids"]]
-    check_positions(path, max(map(max, lengths)))
+    check_positions(path, max(_lengths(found)))
     return found
+
+
+def _lengths(trainer: Any) -> list[int]:
+    """Return the tokens of each document, or part of one, that is trained on."""
+    rows = trainer.train_dataset[:]
+    return [*chain(*(rows.get("seq_lengths") or ([len(x)] for x in rows["input_ids"])))]
+
+
+def _report_cuts(trainer: Any, log: Callable[[str], None]) -> None:
+    """Say how many documents are cut at the length of a row."""
+    args, lengths = trainer.args, _lengths(trainer)
+    cut = lengths.count(args.max_length)
+    if cut and (not args.packing or args.packing_strategy == "bfd"):
+        log(
+            f"{cut} of {len(lengths)} documents have {args.max_length} tokens or more, which are "
+            "cut there: give --max-length, or --packing --packing-strategy bfd_split"
+        )
+
+
+def _cross_entropy(trainer: Any) -> float:
+    """Return the cross-entropy of held-out rows, whatever the trainer minimises."""
+    names = ("label_smoother", "aux_loss_enabled")
+    own, loss_type = {x: getattr(trainer, x) for x in names}, trainer.args.loss_type
+    trainer.label_smoother, trainer.aux_loss_enabled, trainer.args.loss_type = None, False, "nll"
+    try:
+        return float(trainer.evaluate()["eval_loss"])
+    finally:
+        vars(trainer).update(own)
+        trainer.args.loss_type = loss_type
 
 
 def _train(trainer: Any, *, resume: bool) -> None:
@@ -203,6 +230,9 @@ def _train(trainer: Any, *, resume: bool) -> None:
     folder, count = Path(str(trainer.args.output_dir)), trainer.accelerator.num_processes
     last = last_checkpoint(folder, count) if resume else None
     if last is not None and steps_of(last) >= trainer.args.max_steps > 0:
+        best = json.loads((last / STATE).read_text("utf-8"))["best_model_checkpoint"]
+        if best is not None and trainer.args.load_best_model_at_end:
+            last = folder / Path(best).name
         trainer._load_from_checkpoint(str(last))  # train() would take one more step
     else:
         trainer.train(resume_from_checkpoint=None if last is None else str(last))

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType, broadcast
-from torch import nn
 from torch.utils.data import default_collate
 from transformers import PreTrainedModel, set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -46,6 +45,7 @@ from attnzoo.hf.saving.files import (
 )
 from attnzoo.hf.swap import original_attention, restore, swap
 from attnzoo.spec import AttentionSpec
+from attnzoo.training import evaluator
 from attnzoo.training.arguments import (
     RecoveryArguments,
     config_errors,
@@ -61,12 +61,11 @@ from attnzoo.training.loading import load_causal, load_model
 from attnzoo.training.planner import require_trained, weights_fingerprint
 from attnzoo.training.report import card
 from attnzoo.training.run_folder import RunFolder
-from attnzoo.training.trainer import LogitDistillationTrainer, StageRows, TransferTrainer
+from attnzoo.training.trainer import LogitDistillationTrainer, TransferTrainer
 from attnzoo.training.transfer import (
     evaluation_mode,
     extras,
     has_indexer,
-    output_extras,
     swapped_layers,
     trainable_layers,
 )
@@ -112,10 +111,14 @@ class Recovery:
         self.check_arguments()
         if args.train == "lora":
             require_peft()
+        out, run = Path(str(args.output_dir)), dict[str, Any](config=identity(args))
+        RunFolder(out, run).check(resume=resumes(args))  # before data are read
         self.dtype = saved_dtype(path)  # that the model is saved in again
         with self.state.local_main_process_first():  # the others find its rows in the cache
             self.rows, self.held_out = self.load_rows()
-        self.log(f"{len(self.rows)} training rows, {len(self.held_out)} held-out rows")
+        rows, held_out = len(self.rows), len(self.held_out)
+        count = min(evaluator.ROWS, held_out)
+        self.log(f"{rows} training rows, {held_out} held-out rows, of which {count} are measured")
         set_seed(args.seed)
         self.model: Any = self.load_model()
         saved = self.load(dtype=self.dtype) if self.is_narrow else self.model
@@ -127,19 +130,18 @@ class Recovery:
                 "The plan was made for a model with other weights than those in "
                 f"{str(self.path)!r}; make a plan for this model with `attnzoo plan`"
             )
-        run = {
+        run |= {
             "model": found,
             "spec": read_field(self.model.config, NAME),
             "data": self.rows.fingerprint,
             "held_out": self.held_out.fingerprint,
-            "config": identity(args),
         }
         self.reused: dict[str, dict[str, torch.Tensor]] = {}  # transferred layers
         if args.transfer_from is not None:
             self.reused = transferred_layers(self.model, Path(args.transfer_from), found)
         if self.teacher is not None:
             run["teacher"] = weights_fingerprint(self.teacher)
-        self.folder = RunFolder(Path(str(args.output_dir)), run)
+        self.folder = RunFolder(out, run)
         self.stages: dict[str, list[dict[str, Any]]] = {}  # log histories
         self.taken = 0  # steps of the stages so far
 
@@ -310,21 +312,19 @@ class Recovery:
         if args.attention_learning_rate is not None:
             args.attention_learning_rate *= factor
         args.run_name = f"{Path(str(self.args.output_dir)).name} {name}"
-        groups = args.world_size // args.cp_size
-        batch = args.train_batch_size * args.gradient_accumulation_steps * groups
-        order = {"first": self.taken, "steps": args.max_steps, "batch": batch, "seed": args.seed}
-        self.taken += args.max_steps
         measured = self.teacher is None and self.state.num_processes == 1 and swapped_layers(model)
         with config_errors():
             trainer = kind(
                 model,
                 args,
                 best=self.best(generates=name == "distil"),
-                train_dataset=StageRows(self.rows, **order),
+                train_dataset=self.rows,
+                first=self.taken,
                 data_collator=default_collate,
                 callbacks=[HeadEntropy(self.held_out_texts())] if measured else [],
                 **options,
             )
+        self.taken += args.max_steps
         trainer.train(resume_from_checkpoint=resumes(args))
         self.stages[name] = trainer.state.log_history
         return self.gathered(trainer, rebuild)
@@ -395,15 +395,11 @@ class Recovery:
     def distil(self, model: Any) -> Any:
         """Distil softmax into the model; return it with adapters merged."""
         args = self.args
-        if not args.max_steps or (args.train == "extras" and not self.output_added(model)):
+        if not args.max_steps or (args.train == "extras" and not self.trainer_class.added(model)):
             reason = "no parameter gets a gradient from the output" if args.max_steps else "0 steps"
             self.log(f"distillation is skipped: {reason}")
             return model
         return self.train_weights(model, "distil", self.rate_factor(model), self.load_model)
-
-    def output_added(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Return the added parameters with a gradient from the output."""
-        return output_extras(model)
 
     def rate_factor(self, model: Any) -> float:
         """Return the factor of the rates of distillation; a resumed run has the same one."""
@@ -444,27 +440,19 @@ class Recovery:
         return trained.merge_and_unload()
 
     def prepare(self, model: Any) -> Any:
-        """Return a model, with adapters for ``train="lora"``, whose trained parameters are free."""
+        """Return a model, with adapters for ``train="lora"``."""
         args = self.args
-        added = {id(p) for p in self.output_added(model).values()}
-        own = {id(p) for p in extras(model).values()}
-        prepared: Any = model
-        if args.train == "lora":
-            torch.manual_seed(args.seed)  # the same adapters in a resumed run
-            prepared = with_adapters(
-                model,
-                args.lora_r,
-                self.task,
-                alpha=args.lora_alpha,
-                target_modules=args.lora_target_modules,
-            )
-            prepared.to(args.device)
-        for name, p in prepared.named_parameters():
-            full = args.train == "full" and id(p) not in own
-            p.requires_grad_(id(p) in added or "lora_" in name or full)
-            if p.requires_grad:
-                p.data = p.data.float()
-        return prepared
+        if args.train != "lora":
+            return model
+        torch.manual_seed(args.seed)  # the same adapters in a resumed run
+        prepared = with_adapters(
+            model,
+            args.lora_r,
+            self.task,
+            alpha=args.lora_alpha,
+            target_modules=args.lora_target_modules,
+        )
+        return prepared.to(args.device)
 
     @torch.no_grad()
     def gathered(self, trainer: Any, rebuild: Callable[[], Any]) -> Any:

@@ -14,6 +14,7 @@ from attnzoo.evaluation.margins import plus_minus
 from attnzoo.evaluation.models import embedded_name
 from attnzoo.hf.names import NAME
 from attnzoo.report.table import Table, format_bytes, number
+from attnzoo.training import evaluator
 from attnzoo.training.data import HUB_ID
 
 KEPT = ("license", "license_name", "license_link", "language")  # of the base model's card
@@ -165,7 +166,8 @@ def _training_text(run: Any, ids: Sequence[str]) -> str:
     data = [str(x) if str(x).partition(":")[0] in ids else x.resolve().name for x in run.data]
     return (
         f"## Training\n\nMade from {source} by `attnzoo recover` of attnzoo {attnzoo.__version__}, "
-        f"in {sum(steps.values()):,} steps{f' ({stages})' if stages else ''} on "
-        f"{batch // args.cp_size:,} of {len(run.rows):,} rows of {args.max_length:,} tokens from "
-        f"{', '.join(data)}. Another {len(run.held_out):,} rows are held out for evaluation.\n"
+        f"in {sum(steps.values()):,} steps{f' ({stages})' if stages else ''} with "
+        f"{batch // args.cp_size:,} rows a step, of {len(run.rows):,} rows of {args.max_length:,} "
+        f"tokens from {', '.join(data)}. Of another {len(run.held_out):,} rows, which are held "
+        f"out, {min(evaluator.ROWS, len(run.held_out)):,} are measured.\n"
     )

@@ -29,7 +29,8 @@ class RunFolder:
 
     Args:
         out: The folder.
-        run: What defines the run, as JSON data; only an equal run goes on from the checkpoints.
+        run: What defines the run, as JSON data; only an equal run goes on from the checkpoints. A
+            part of it is enough for :meth:`check`.
         results: Name of the file of the results, which is written last.
     """
 
@@ -39,17 +40,14 @@ class RunFolder:
 
     @contextmanager
     def open(self, *, resume: bool, state: Any) -> Iterator[dict[str, Any] | None]:
-        """Context with the results of a finished run, ``None`` of another; called by all processes.
-
-        The folder is locked inside of it.
+        """Context with what :meth:`check` returns, in which the folder is locked.
 
         Args:
-            resume: Whether the folder may hold this run already.
-            state: Accelerate's state of the process.
+            resume: As of :meth:`check`.
+            state: Accelerate's state of the process; all processes call this.
 
         Raises:
-            RunError: The folder holds another run, or one that is not to be resumed, or another
-                process runs in it.
+            RunError: As of :meth:`check`, or another process runs in the folder.
         """
         lock: AbstractContextManager[Any] = nullcontext()
         finished: list[Any] = [None]
@@ -60,7 +58,9 @@ class RunFolder:
         try:
             with lock:
                 if state.is_main_process:
-                    finished = [self._begin(resume=resume)]
+                    finished = [self.check(resume=resume)]
+                    if finished[0] is None:
+                        atomic_write(self.checkpoints / RUN, json.dumps(self.run, indent=2))
                 yield broadcast_object_list(finished)[0]
         except Timeout:
             raise RunError(
@@ -68,13 +68,22 @@ class RunFolder:
                 "--output-dir"
             ) from None
 
-    def _begin(self, *, resume: bool) -> dict[str, Any] | None:
+    def check(self, *, resume: bool) -> dict[str, Any] | None:
+        """Return the results of a finished run, ``None`` of another.
+
+        Args:
+            resume: Whether the folder may hold this run already.
+
+        Raises:
+            RunError: The folder holds another run or model, or a run that is not to be resumed.
+        """
         path, results = self.checkpoints / RUN, self.out / self.results
         if not results.is_file() and not any(self.checkpoints.glob("*/checkpoint-*")):
             models = self.out / "config.json", self.out / "adapter_config.json"
-            if any(x.exists() for x in models) and not (path.is_file() and _read(path) == self.run):
+            if any(x.exists() for x in models) and (
+                not path.is_file() or self._differences(_read(path))
+            ):
                 raise RunError(f"{str(self.out)!r} holds a model; give another --output-dir")
-            atomic_write(path, json.dumps(self.run, indent=2))
             return None
         if not resume:
             raise RunError(
@@ -82,13 +91,16 @@ class RunFolder:
                 "another --output-dir"
             )
         known = _read(results if results.is_file() else path)
-        differ = sorted(_differences(self.run, {k: known.get(k) for k in self.run}))
-        if differ:
+        if differ := self._differences(known):
             raise RunError(
                 f"{str(self.out)!r} holds another run: its {', its '.join(differ)}. Give another "
                 "--output-dir, or the values of that run"
             )
         return known if results.is_file() else None
+
+    def _differences(self, known: Mapping[str, Any]) -> list[str]:
+        """Return where a run differs in what this one defines."""
+        return sorted(_differences(self.run, {name: known.get(name) for name in self.run}))
 
     def finish(self, results: Mapping[str, Any]) -> None:
         """Move the model from ``partial`` into the folder, and then write the results."""

@@ -66,6 +66,8 @@ def recurrent_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 class StudentTrainer(LogitDistillationTrainer):
     """Distillation in which ``extras_learning_rate`` is that of recurrent layers."""
 
+    added = staticmethod(recurrent_parameters)
+
     def is_added(self, name: str) -> bool:
         """Return whether a parameter is that of a recurrent layer."""
         return f".{PART}." in name
@@ -126,10 +128,6 @@ class StudentRecovery(Recovery):
         return self.train(
             TransferTrainer, model, "transfer", rate, self.load_model, transfer=transfer
         )
-
-    def output_added(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Return the parameters of the recurrent layers."""
-        return recurrent_parameters(model)
 
 
 def require_student_settings(config: Any) -> None:

@@ -21,6 +21,7 @@ from accelerate import PartialState
 from accelerate.data_loader import prepare_data_loader
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -28,7 +29,7 @@ from torch.utils.data import DataLoader, Subset
 from transformers import PrinterCallback, ProgressCallback, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from attnzoo.errors import AttnzooError, ConfigError
+from attnzoo.errors import AttnzooError, ConfigError, SpecError
 from attnzoo.hf.configs import read_field
 from attnzoo.hf.context_parallel import check_model, context_parallel
 from attnzoo.hf.layers import attention_layers
@@ -46,10 +47,11 @@ from attnzoo.training.distil import (
     predictions,
     softmax_teacher,
 )
-from attnzoo.training.transfer import Transfer, extras
+from attnzoo.training.transfer import Transfer, extras, output_extras, swapped_layers
 
 QUANTIZED = "is_quantized"  # of a model, in transformers
 MAX_OVERFLOWS = 40  # in a row; each halves the scale of float16's gradients, which starts at 2^16
+WEIGHTS = "model.safetensors"  # of a checkpoint
 STATE = "trainer_state.json"  # the file that Trainer writes last into a checkpoint
 
 
@@ -92,12 +94,14 @@ class StageTrainer(Trainer):
     Args:
         model: The model.
         args: Arguments of the stage, which takes ``max_steps`` at ``learning_rate``.
+        first: Steps of the stages before, whose rows of ``train_dataset`` are left out.
         best: Keeps the best state; the last one is kept when ``None``.
         callbacks: Further callbacks of a stage.
         kwargs: Further arguments of ``Trainer``.
 
     Raises:
-        ConfigError: ``fsdp`` is given, but Accelerate ignores it.
+        ConfigError: ``args`` are others or have no steps, or ``fsdp`` is given, but Accelerate
+            ignores it.
     """
 
     model: Any
@@ -112,6 +116,7 @@ class StageTrainer(Trainer):
         model: Any,
         args: RecoveryArguments,
         *,
+        first: int = 0,
         best: BestState | None = None,
         callbacks: Iterable[StageCallback] = (),
         **kwargs: Any,
@@ -125,7 +130,11 @@ class StageTrainer(Trainer):
             setattr(args, name, max(1, math.ceil(every * args.max_steps if every < 1 else every)))
         if args.learning_rate is None:
             args.learning_rate = getattr(args, self.default_rate)
-        if isinstance(kwargs.get("train_dataset"), StageRows):
+        if (rows := kwargs.get("train_dataset")) is not None:
+            groups = args.world_size // args.cp_size
+            batch = args.train_batch_size * args.gradient_accumulation_steps * groups
+            order = {"first": first, "steps": args.max_steps, "batch": batch, "seed": args.seed}
+            kwargs["train_dataset"] = StageRows(rows, **order)
             args.train_sampling_strategy = "sequential"
         if args.deepspeed_plugin is not None:  # Accelerate takes one for its first instance only
             AcceleratorState._reset_state()
@@ -161,6 +170,10 @@ class StageTrainer(Trainer):
     def stage_loss(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         """Return the loss of a model on a batch, a scalar."""
         raise NotImplementedError
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise ``ConfigError``: stages are evaluated on single rows."""
+        raise ConfigError("A stage has no evaluate(); call attnzoo.training.evaluate_rows")
 
     def compute_loss(
         self,
@@ -228,6 +241,13 @@ class StageTrainer(Trainer):
         if resume_from_checkpoint is True:
             folder = Path(str(self.args.output_dir))
             checkpoint = last_checkpoint(folder, self.accelerator.num_processes)
+        if checkpoint is not None and (Path(checkpoint) / WEIGHTS).is_file():  # shards have none
+            with safe_open(Path(checkpoint) / WEIGHTS, "pt") as file:
+                if {*file.keys()} != {*self._trained()}:
+                    raise ConfigError(
+                        f"{str(checkpoint)!r} has other parameters than those that this stage "
+                        "trains; give another output_dir"
+                    )
         if checkpoint is not None and self.best is not None:
             self.best.load(Path(checkpoint))
         with self.context:
@@ -315,10 +335,13 @@ class StageTrainer(Trainer):
         elif self.args.should_save and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             folder = Path(str(output_dir))
             folder.mkdir(parents=True, exist_ok=True)
-            trained = {n for n, p in self.model.named_parameters() if p.requires_grad}
-            own = self.model.state_dict().items()
-            state = {n: x.detach().contiguous() for n, x in own if n in trained}
-            save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+            save_file(self._trained(), folder / WEIGHTS, metadata={"format": "pt"})
+
+    def _trained(self) -> dict[str, Tensor]:
+        """Return what is trained, by name."""
+        trained = {n for n, p in self.model.named_parameters() if p.requires_grad}
+        own = self.model.state_dict().items()
+        return {n: x.detach().contiguous() for n, x in own if n in trained}
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Say nothing of frozen weights, which a checkpoint does not have."""
@@ -347,6 +370,7 @@ class TransferTrainer(StageTrainer):
         transfer: Any = None,
         **kwargs: Any,
     ) -> None:
+        check_stage(args)
         target: Any = args.transfer_target
         self.transfer = Transfer(model, layers, target=target) if transfer is None else transfer
         self.context = self.transfer
@@ -370,14 +394,20 @@ class LogitDistillationTrainer(StageTrainer):
     """Train a model, or its adapters, to the predictions of softmax.
 
     Args:
-        model: A swapped model, possibly with adapters; what requires a gradient is trained.
-        args: ``cross_entropy`` and ``hidden_states``.
+        model: A swapped model, with adapters for ``train="lora"``.
+        args: ``train``, which says what is trained, ``cross_entropy`` and ``hidden_states``.
         teacher: Another model that teaches; the model itself with softmax when ``None``, which is
             a copy if its own weights are trained.
         is_encoder: Whether the last hidden states are compared, in place of predictions.
         log: Called with messages.
         kwargs: As of :class:`StageTrainer`.
+
+    Raises:
+        ConfigError: ``train`` does not suit the model.
+        SpecError: The model is not swapped, so that it would teach itself what it does.
     """
+
+    added = staticmethod(output_extras)  # parameters that every value of train trains
 
     def __init__(
         self,
@@ -389,6 +419,14 @@ class LogitDistillationTrainer(StageTrainer):
         log: Callable[[str], None] = lambda text: None,
         **kwargs: Any,
     ) -> None:
+        check_stage(args)
+        self._free(model, args.train)
+        no_loss = is_encoder or not args.cross_entropy
+        if teacher is None and no_loss and not swapped_layers(model):
+            raise SpecError(
+                f"{type(model).__name__} is not swapped, so its teacher is the same model; call "
+                'attnzoo.swap(model, "linear", ...) first'
+            )
         outputs: Any = hidden_states
         if not is_encoder:
             tokens = args.max_length * args.per_device_train_batch_size
@@ -412,9 +450,35 @@ class LogitDistillationTrainer(StageTrainer):
         super().__init__(model, args, **kwargs)
         self.model_accepts_loss_kwargs = not is_encoder  # divides by the labels of a step
 
+    def _free(self, model: Any, train: str) -> None:
+        """Free the parameters that ``train`` names, and freeze the others."""
+        own = {id(p) for p in extras(model).values()}
+        freed = {id(p) for p in self.added(model).values()}
+        adapters = {id(p) for name, p in model.named_parameters() if "lora_" in name}
+        if bool(adapters) != (train == "lora"):
+            raise ConfigError(
+                f"train={train!r} does not suit a model {'with' if adapters else 'without'} "
+                "adapters; give 'lora' after peft.get_peft_model, and 'full' or 'extras' otherwise"
+            )
+        freed |= adapters
+        if train == "full":
+            freed |= {id(p) for p in model.parameters()} - own
+        if not freed:
+            raise ConfigError("The backends have no parameters, which train='extras' trains")
+        for p in model.parameters():
+            p.requires_grad_(id(p) in freed)
+
     def stage_loss(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         """Return the loss of :func:`~attnzoo.training.distil.distil_loss`."""
         return self.loss(model, batch)
+
+
+def check_stage(args: Any) -> None:
+    """Raise ``ConfigError`` for arguments that are not those of a stage with steps."""
+    if not isinstance(args, RecoveryArguments):
+        raise ConfigError(f"A stage takes RecoveryArguments, got {type(args).__name__}")
+    if args.max_steps < 1:
+        raise ConfigError("A stage takes at least one step, and max_steps is 0")
 
 
 def steps_of(checkpoint: Path) -> int:

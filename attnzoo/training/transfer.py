@@ -47,7 +47,7 @@ from attnzoo.contract.context_parallel import SequenceShard
 from attnzoo.contract.inputs import AttentionInputs
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import AttentionOutput
-from attnzoo.errors import SpecError
+from attnzoo.errors import SpecError, did_you_mean
 from attnzoo.ops.block_sparse.options import IndexTensors, SparseOptions
 from attnzoo.ops.block_sparse.selection_loss import selection_loss
 from attnzoo.ops.window.cpu.band import band_cpp_reasons
@@ -128,8 +128,8 @@ class Transfer:
         errors: Losses of the trained layers in the last forward pass, by name.
 
     Raises:
-        SpecError: The model is not swapped, no layer has parameters to train, or ``target`` is
-            ``"attention"`` and a layer has no attention weights.
+        SpecError: The model is not swapped, a layer of ``layers`` or every layer has no parameters
+            to train, or ``target`` is ``"attention"`` and a layer has no attention weights.
     """
 
     def __init__(
@@ -146,16 +146,16 @@ class Transfer:
                 'call attnzoo.swap(model, "linear", ...) first'
             )
         trainable = trainable_layers(model)
-        self.trained = (
-            trainable if layers is None else [name for name in layers if name in trainable]
-        )
-        if not self.trained:
-            which = "its layers" if layers is None else f"the layers {', '.join(layers)}"
+        given = [layers] if isinstance(layers, str) else layers
+        self.trained = trainable if given is None else list(given)
+        others = [name for name in self.trained if name not in trainable]
+        if others or not self.trained:
+            which = f"{others[0]!r} is no swapped layer that" if others else "No layer"
             raise SpecError(
-                f"None of {which} has parameters of its own to train "
+                f"{which} has parameters of its own to train "
                 f"({', '.join(sorted({b.name for b in self.backends.values()}))}); choose a "
                 "backend that has some (hedgehog features, learned gates, a window), or fine-tune "
-                "instead"
+                f"instead.{did_you_mean(others[0], trainable) if others else ''}"
             )
         without = [x for x in self.trained if not self.backends[x].capabilities.has_weights]
         if target == "attention" and without:

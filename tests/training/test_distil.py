@@ -9,6 +9,7 @@ import transformers as hf
 from accelerate.utils import DistributedType
 
 import attnzoo
+from attnzoo.errors import ConfigError
 from attnzoo.hf import logits as logits_in_chunks
 from attnzoo.hf.logits import chunk_reason
 from attnzoo.hf.lora import with_adapters
@@ -222,3 +223,27 @@ def test_the_teacher_has_no_dropout(weights_change):
     found = teach(model, {"input_ids": tokens, "labels": tokens})
     torch.testing.assert_close(found.logits, expected)
     assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cross_entropy": 2}, "cross_entropy must be from 0 to 1"),
+        ({"cross_entropy": -1}, "cross_entropy must be from 0 to 1"),
+        ({"hidden_states": -1}, "hidden_states at least 0"),
+        ({"chunk": 0}, "chunk must be at least 1"),
+        ({"teacher": None}, "Without a teacher"),
+        ({"teacher": None, "cross_entropy": 0.5}, "Without a teacher"),
+        ({"teacher": None, "cross_entropy": 1, "hidden_states": 0.1}, "Without a teacher"),
+        ({"hidden_states": 0.1}, "hidden_states compares layers"),
+        ({"chunk": 8}, "another chunk"),
+        ({}, "no labels"),
+    ],
+)
+def test_losses_that_mean_nothing_are_refused(model, options, message):
+    attnzoo.swap(model, "linear")
+    tokens = torch.arange(5, 29).view(2, 12)
+    batch = {"input_ids": tokens, **({"labels": tokens} if options else {})}
+    teacher = softmax_teacher(model, weights_change=False)
+    with pytest.raises(ConfigError, match=message):
+        distil_loss(options.pop("teacher", teacher), **options)(model, batch)

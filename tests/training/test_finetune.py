@@ -43,6 +43,38 @@ def test_a_swap_is_finetuned_beside_softmax(saved, text, tmp_path):
     assert more["softmax tuned"] != more["result"]
 
 
+@pytest.mark.filterwarnings("ignore:.label_smoothing_factor:FutureWarning")
+@pytest.mark.parametrize("changes", [{"loss_type": "dft"}, {"label_smoothing_factor": 0.3}])
+def test_held_out_losses_are_cross_entropies(saved, text, spec, tmp_path, changes):
+    """Whatever is trained with; documents that are cut are told of."""
+    said = []
+    options = {"packing": False, "max_steps": 1, "learning_rate": 1e-9}
+    found = finetune(
+        *(saved, spec, [text], config(tmp_path / "out", **options, **changes)),
+        compare=False,
+        log=said.append,
+    )["lines"]
+    exact = finetune(saved, spec, [text], config(tmp_path / "exact", **options), compare=False)[
+        "lines"
+    ]
+    assert found["result"] == pytest.approx(exact["result"], rel=1e-5)
+    assert said[0].startswith("2 of 2 documents have 48 tokens or more")
+
+
+def test_a_run_that_ended_after_training_has_its_best_state(
+    saved, text, spec, tmp_path, monkeypatch
+):
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1}
+    best |= {"save_steps": 1, "max_steps": 3, "learning_rate": 10.0}  # the first step is the best
+    run = saved, spec, [text]
+    whole = finetune(*run, config(tmp_path / "out", **best), compare=False)["lines"]
+    with monkeypatch.context() as patch:
+        patch.setattr("attnzoo.training.finetune._save", lambda *_: None)
+        finetune(*run, config(tmp_path / "parts", **best), compare=False)
+    args = config(tmp_path / "parts", **best, resume_from_checkpoint="True")
+    assert finetune(*run, args, compare=False)["lines"] == whole
+
+
 class Stopped(Exception):
     pass
 
@@ -82,9 +114,11 @@ def test_a_resumed_run_equals_an_uninterrupted_one(saved, text, spec, tmp_path, 
         config(out, seed=9, resume_from_checkpoint="True"),
     ]
     with pytest.raises(
-        RunError, match=r"another run: its config\.seed is 42, not 9, .*use_peft is false.* data is"
+        RunError, match=r"another run: its config\.seed is 42, not 9, its config\.use_peft is false"
     ):
         finetune(*other, trl.ModelConfig(use_peft=True))
+    with pytest.raises(RunError, match="another run: its data is"):
+        finetune(*other[:3], config(out, resume_from_checkpoint="True"))
     stop_after(3)
     resumed = finetune(saved, spec, [text], config(out, resume_from_checkpoint="True"))
     assert resumed == {**whole, "model": resumed["model"]}

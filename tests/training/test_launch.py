@@ -52,6 +52,7 @@ def one_process(saved, text, out, spec=SPEC, **changes):
     return recover(saved, spec, [text], arguments(out, **{**STAGES, **options, **changes}))
 
 
+@pytest.mark.exhaustive
 def test_adapters_train_on_shards(run, saved, text, tmp_path):
     """Under FSDP2; each step checks that every weight is a part."""
     run("lora", saved, text, tmp_path)

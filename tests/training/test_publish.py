@@ -49,9 +49,9 @@ def test_the_card_of_a_run_loads_its_model(run, command, text, tmp_path, monkeyp
     assert card.data.base_model == "org/base"
     assert (card.data.license, card.data.language) == ("mit", ["en"])
     assert (card.data.library_name, card.data.tags) == ("transformers", ["attnzoo"])
-    assert "in 5 steps (2 of transfer, 3 of distil) on 4 of " in card.text
+    assert "in 5 steps (2 of transfer, 3 of distil) with 4 rows a step, of " in card.text
     assert f"of attnzoo {attnzoo.__version__}" in card.text
-    assert f"rows of 32 tokens from {text.name}. Another " in card.text
+    assert f"rows of 32 tokens from {text.name}. Of another " in card.text
     assert "pip install attnzoo" in card.text
     assert str(tmp_path) not in card.content + (folder / "recovery.json").read_text()
     monkeypatch.chdir(tmp_path / "hub")  # where the id is a folder

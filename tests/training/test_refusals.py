@@ -247,8 +247,7 @@ def test_a_run_of_other_backend_weights_is_another(model):
         next(iter(extras(model).values())).add_(1)
     assert weights_fingerprint(model) == own
     assert weights_fingerprint(model, backends=True) != swapped
-    args = make(trl.SFTConfig), trl.ModelConfig()
-    assert _identity(model, *args, backends=True) != _identity(model, *args, backends=False)
+    assert _identity(model, backends=True) != _identity(model, backends=False)
 
 
 def test_numbers_of_evaluations_are_checked(saved, text, tmp_path):
@@ -306,6 +305,15 @@ def test_a_folder_of_a_model_that_is_not_of_the_run_is_refused(tmp_path, name):
         start()
     (tmp_path / "checkpoints" / "run.json").write_text(json.dumps(run))
     assert start() is None  # it ended while its model was moved
+    assert RunFolder(tmp_path, {}).check(resume=False) is None
+
+
+def test_a_folder_is_refused_before_data_are_read(saved, spec, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(RunError, match="holds a model"):
+        recovery.Recovery(saved, spec, ["/absent"], arguments(tmp_path), print)
+    with pytest.raises(RunError, match="holds a model"):
+        finetune(saved, spec, ["/absent"], make(trl.SFTConfig, output_dir=str(tmp_path)))
 
 
 def test_names_of_layers_are_checked_before_anything_is_measured(saved, text, spec, tmp_path):

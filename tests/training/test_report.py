@@ -68,8 +68,9 @@ def test_card_begins_with_the_verdict(tmp_path):
     assert body.strip().splitlines()[2] == f"**{VERDICT}**"
     assert "| window alone (32) | 1.500 | 50% | - |" in text
     assert "from [a/b--c](https://huggingface.co/a/b--c) by" in text
-    assert "in 5 steps (5 of transfer) on 12 of 70 rows of 16 tokens from" in text
-    assert f"{tmp_path.name}, org/corpus:english. Another 9 rows" in text
+    assert "in 5 steps (5 of transfer) with 12 rows a step, of 70 rows of 16 tokens from" in text
+    assert f"{tmp_path.name}, org/corpus:english. Of another 9 rows, which" in text
+    assert "held out, 2 are measured" in text
     assert "datasets:\n- org/corpus\n" in text
     assert str(tmp_path) not in text
     assert '"backend": "linear"' in text

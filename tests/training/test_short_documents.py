@@ -208,6 +208,7 @@ def test_a_window_as_long_as_documents_changes_nothing(
     assert [*found["losses"]] == ["distil"]
 
 
+@pytest.mark.exhaustive
 def test_commands_with_a_text_measure_documents(data, gpt2, attnzoo_command, tmp_path, monkeypatch):
     """compare, heads and inspect."""
     monkeypatch.setattr(

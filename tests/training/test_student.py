@@ -27,6 +27,8 @@ from tests.training.student_pair import load, write_pair
 def config(out="out", **changes):
     given = {"train": "full", "max_length": 64, "transfer_steps": 12, "max_steps": 4}
     given |= {"learning_rate": 1e-4, "extras_learning_rate": 4e-4}
+    if changes.get("max_steps") == 0:
+        given = {"train": "full", "max_length": 64}
     return arguments(out, **{**given, **changes})
 
 

@@ -7,9 +7,10 @@ import transformers as hf
 from peft import LoraConfig, get_peft_model
 
 import attnzoo
+from attnzoo.errors import AttnzooError, ConfigError
 from attnzoo.hf.lora import with_adapters
 from attnzoo.training.data import pack
-from attnzoo.training.trainer import DivergenceError, TransferTrainer
+from attnzoo.training.trainer import DivergenceError, LogitDistillationTrainer, TransferTrainer
 from attnzoo.training.transfer import extras
 from tests.training.short_runs import arguments
 
@@ -69,3 +70,54 @@ def test_adapters_are_outside_backends(model):
     assert any("q_proj" in name for name in names)
     assert any("down_proj" in name for name in names)
     assert not any("attnzoo" in name for name in names)
+
+
+IDS = torch.arange(3, 27)
+ROWS = [{"input_ids": IDS, "labels": IDS}] * 4
+
+
+def test_stages_by_themselves(model, tmp_path):
+    """What transfer froze is trained by distillation; a finished stage takes no step more."""
+    attnzoo.swap(model, "gated_linear", feature_map="hedgehog", window=4)
+    args = arguments(tmp_path, train="full", max_steps=2, learning_rate=1e-3, save_steps=1)
+    TransferTrainer(model, args, train_dataset=ROWS).train()
+    frozen = {n: p.detach().clone() for n, p in model.named_parameters() if ".attnzoo." not in n}
+    trainer = LogitDistillationTrainer(model, args, train_dataset=ROWS)
+    with pytest.raises(ConfigError, match=r"checkpoint-2.* other parameters"):
+        trainer.train(True)
+    args.output_dir = str(tmp_path / "distil")
+    LogitDistillationTrainer(model, args, train_dataset=ROWS).train()
+    assert len(frozen) == 21
+    assert not [n for n, x in frozen.items() if torch.equal(x, model.get_parameter(n))]
+    expected = {n: x.clone() for n, x in model.state_dict().items()}
+    trainer = LogitDistillationTrainer(model, args, train_dataset=ROWS)
+    trainer.train(True)
+    assert trainer.state.global_step == 2
+    assert all(torch.equal(x, expected[n]) for n, x in model.state_dict().items())
+    with pytest.raises(ConfigError, match="evaluate_rows"):
+        trainer.evaluate()
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes", "message"),
+    [
+        ("linear", None, "takes RecoveryArguments, got NoneType"),
+        ("linear", {"max_steps": 0}, "at least one step"),
+        ("linear", {"train": "lora"}, "without adapters"),
+        ("softmax", {"train": "extras"}, "no parameters"),
+        (None, {"train": "full"}, "is not swapped"),
+    ],
+)
+def test_stages_that_cannot_train_are_refused(model, tmp_path, backend, changes, message):
+    if backend is not None:
+        attnzoo.swap(model, backend, **{"linear": {"feature_map": "hedgehog"}}.get(backend, {}))
+    args = None if changes is None else arguments(tmp_path, **{"train": "full", **changes})
+    for kind in (TransferTrainer, LogitDistillationTrainer):
+        if kind is LogitDistillationTrainer or "train" not in (changes or {}):
+            with pytest.raises(AttnzooError, match=message):
+                kind(model, args, train_dataset=ROWS)
+    if message == "without adapters":
+        model = with_adapters(model, 2, "CAUSAL_LM")
+        args.train = "full"
+        with pytest.raises(ConfigError, match="with adapters"):
+            LogitDistillationTrainer(model, args)

@@ -163,10 +163,10 @@ def test_invalid_arguments_are_refused(model):
     with pytest.raises(SpecError, match="is not swapped"):
         Transfer(model)
     attnzoo.swap(model, "linear")
-    with pytest.raises(SpecError, match=r"None of its layers has parameters .*\(linear\)"):
+    with pytest.raises(SpecError, match=r"No layer has parameters .*\(linear\)"):
         Transfer(model)
     attnzoo.swap(model, "linear", **OPTIONS)
-    with pytest.raises(SpecError, match="None of the layers nowhere"):
+    with pytest.raises(SpecError, match="'nowhere' is no swapped layer"):
         Transfer(model, layers=["nowhere"])
     with Transfer(model) as transfer, pytest.raises(SpecError, match="needs a forward pass"):
         transfer.loss()
