@@ -31,8 +31,6 @@ INTERPRETED = (
     "attnzoo.ops.block_sparse.triton.launch",
     "attnzoo.ops.block_sparse.triton.selection_launch",
     "attnzoo.ops.block_sparse.triton.step",
-    "attnzoo.ops.delta.triton.custom_op",
-    "attnzoo.ops.delta.triton.step",
     "attnzoo.ops.linear.triton.custom_op",
     "attnzoo.ops.linear.triton.step",
     "triton.experimental.gluon",

@@ -56,7 +56,7 @@ HF_ROWS = (
 HF_ROW = {unit: height for height, row in enumerate(HF_ROWS) for unit in row}
 # What modules below hf may import from outside; torch requires filelock, and the last
 # two are imported where they are installed.
-CORE_LIBRARIES = {"torch", "einops", "filelock", "triton", "xformers"}
+CORE_LIBRARIES = {"torch", "einops", "filelock", "fla", "triton", "xformers"}
 
 MAX_FUNCTION_LINES = 60
 

@@ -110,6 +110,19 @@ class Sequences:
         """The token after the last of each sequence, ``[S]``."""
         return self.starts + self.lengths
 
+    def cu_seqlens(self, tokens: int) -> Tensor:
+        """Return cumulative lengths of N tokens, ``[S + 1]``; those of none follow a sequence.
+
+        The same tensor for each layer: fla counts chunks once for it, waiting for the device.
+        """
+        self.check(tokens)
+        found: Tensor | None = vars(self).get("cu_seqlens_found")
+        if found is None or vars(self)["cu_seqlens_tokens"] != tokens:
+            ends = self.starts.new_full((1,), tokens)
+            found = torch.cat([torch.zeros_like(ends), self.starts[1:], ends])
+            vars(self).update(cu_seqlens_found=found, cu_seqlens_tokens=tokens)
+        return found
+
     def covers(self, tokens: int) -> bool:
         """Return whether each of N tokens is known to be in one; does not wait for a device."""
         if self.lengths.device.type != "cpu" or not values_are_known(self.lengths):

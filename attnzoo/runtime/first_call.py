@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from attnzoo.runtime.kernel_calls import autocast_disabled, is_transformed
 
 BUDGET = 0.03  # of the norm: what 16-bit products cost gradients of gates, with a margin
+LEAST = 1e-30  # error of what decays to nothing
 NOT_NOW = "they are compared with torch on the first call outside of "  # a transform, a capture
 
 _FOUND: dict[Hashable, tuple[str, str]] = {}  # verdicts of this process
@@ -67,11 +68,10 @@ def differences(
     """Return a message for each result whose error exceeds the budget, as a part of its norm."""
     wrong = []
     for name, y in exact.items():
-        error = (
-            torch.linalg.vector_norm(found[name].to(y) - y) / torch.linalg.vector_norm(y)
-        ).item()
-        if not error <= budget:  # NaN, too
-            wrong.append(f"{name} differs from float64 by {error:.2g} of its norm")
+        norm = torch.linalg.vector_norm(y).item()
+        error = torch.linalg.vector_norm(found[name].to(y) - y).item()
+        if not error <= budget * norm + LEAST:  # NaN, too
+            wrong.append(f"{name} differs from float64 by {error:.2g}, and its norm is {norm:.2g}")
     return wrong
 
 

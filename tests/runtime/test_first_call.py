@@ -113,9 +113,10 @@ def test_errors_are_parts_of_the_norm_and_nan_is_one():
     assert differences(near, exact) == []
     far = {"out": torch.tensor([30.0, 40.0 + 1.01 * ulp]), "d_q": torch.tensor([torch.nan])}
     assert differences(far, exact) == [
-        "out differs from float64 by 0.03 of its norm",
-        "d_q differs from float64 by nan of its norm",
+        "out differs from float64 by 1.5, and its norm is 50",
+        "d_q differs from float64 by nan, and its norm is 1",
     ]
+    assert differences({"state": torch.zeros(2)}, {"state": torch.full((2,), 1e-60).double()}) == []
 
 
 def test_auto_takes_own_kernels_then_those_of_others_then_torch(monkeypatch):

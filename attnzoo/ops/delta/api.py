@@ -30,7 +30,6 @@ from attnzoo.contract.context_parallel import (
 from attnzoo.contract.implementation import (
     CPP,
     TORCH,
-    TRITON,
     Implementation,
     register_implementation,
     select,
@@ -53,12 +52,7 @@ from attnzoo.ops.delta.common import DeltaInputs, normalized, on_rows
 from attnzoo.ops.delta.cpu.delta import cpp_reasons, run_cpp, run_step_cpp
 from attnzoo.ops.delta.reference import run_reference
 from attnzoo.ops.delta.torch import run_chunks, step
-from attnzoo.ops.delta.triton.run import (
-    run_step_triton,
-    run_triton,
-    triton_reasons,
-    triton_verdict,
-)
+from attnzoo.ops.fla import FLA, delta_reasons, delta_verdict, run_delta
 from attnzoo.runtime.kernel_calls import autocast_disabled, state_dtype, widen
 
 
@@ -100,10 +94,11 @@ def delta_attention(
             overflows or cancels; minus infinity sets the state to 0.
         scale: Multiplies q; ``None`` means 1.
         normalize_qk: Divide each query and key by :math:`\sqrt{\|x\|^2 + 10^{-6}}`.
-        impl: ``"cpp"`` (CPUs; forward and backward pass), ``"triton"`` (NVIDIA GPUs; the same),
-            ``"torch"`` (every device), ``"reference"`` (the recurrence and autograd), or
-            ``"auto"``, which selects the fastest one that supports the call; ``"triton"`` only on
-            devices where it passed a check. A named implementation is never replaced.
+        impl: ``"cpp"`` (CPUs; forward and backward pass), ``"fla"`` (16 bits, GPUs with
+            flash-linear-attention), ``"torch"`` (every device), ``"reference"`` (the recurrence and
+            autograd), or ``"auto"``, which selects the fastest one that supports the call;
+            ``"fla"`` only after its first call agreed with torch. A named implementation is never
+            replaced.
         state: The state after the earlier tokens; ``None`` starts a sequence. Gradients flow
             through it.
         return_state: Whether to return the state after the last token.
@@ -266,13 +261,10 @@ register_implementation(
     ),
     Implementation(
         op="delta_attention",
-        **TRITON,
-        run=run_triton,
-        reasons=triton_reasons,
-        form="chunk form",
-        verdict=triton_verdict,
-        step=run_step_triton,
-        step_reasons=triton_reasons,
+        **FLA,
+        run=run_delta,
+        reasons=delta_reasons,
+        verdict=delta_verdict,
     ),
     Implementation(
         op="delta_attention",

@@ -40,6 +40,7 @@ from attnzoo.contract.validation import (
 )
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.features.functional import MapWeights, num_features
+from attnzoo.ops.fla import FLA, linear_reasons, linear_verdict, run_linear
 from attnzoo.ops.linear.common import (
     LinearInputs,
     check_feature_map,
@@ -102,10 +103,12 @@ def linear_attention(
         normalize: Divide by ``q_t z_t + eps``; features should then not be negative.
         scale: Multiplies the features of q; ``None`` means 1. It cancels with ``normalize``, except
             for ``eps``.
-        impl: ``"triton"`` (causal, NVIDIA GPUs), ``"cpp"`` (causal, CPUs), ``"torch"`` (every
-            device), ``"reference"`` (plain operations and autograd), or ``"auto"``, which selects
-            the fastest one that supports the call; ``"triton"`` only after its kernels passed a
-            check on the device. A named implementation is never replaced.
+        impl: ``"triton"`` (causal, NVIDIA GPUs), ``"fla"`` (causal, 16 bits, GPUs with
+            flash-linear-attention), ``"cpp"`` (causal, CPUs), ``"torch"`` (every device),
+            ``"reference"`` (plain operations and autograd), or ``"auto"``, which selects the
+            fastest one that supports the call; ``"triton"`` only after its kernels passed a check
+            on the device, ``"fla"`` after its first call agreed with torch. A named implementation
+            is never replaced.
         state: Sums over the earlier tokens; ``None`` starts a sequence. Gradients flow through it.
         return_state: Whether to return the state after the last token.
         chunk_size: C, in tokens; ``None`` picks one. T need not be a multiple. ``"triton"`` takes
@@ -296,6 +299,13 @@ register_implementation(
         note=_map_in_triton,
         step=run_step_triton,
         step_reasons=_step_triton_reasons,
+    ),
+    Implementation(
+        op="linear_attention",
+        **FLA,
+        run=run_linear,
+        reasons=linear_reasons,
+        verdict=linear_verdict,
     ),
     Implementation(
         op="linear_attention",

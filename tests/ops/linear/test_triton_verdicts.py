@@ -13,7 +13,6 @@ from attnzoo.evaluation import kernel_checks
 from attnzoo.evaluation.kernel_checks import check_kernels
 from attnzoo.ops import linear_attention
 from attnzoo.ops.block_sparse.triton import check as check_sparse
-from attnzoo.ops.delta.triton import check as check_delta
 from attnzoo.ops.linear.triton import check as check_triton
 from attnzoo.ops.linear.triton import launch
 from attnzoo.ops.linear.triton import verdicts as triton_verdicts
@@ -281,8 +280,7 @@ QUICK = {("none", "mapped")}
 
 
 def test_the_check_runs_all_kinds_of_calls():
-    found = {"linear": check_triton.KINDS}
-    found |= {"delta": check_delta.KINDS, "block_sparse": check_sparse.KINDS}
+    found = {"linear": check_triton.KINDS, "block_sparse": check_sparse.KINDS}
     assert found == triton_verdicts.KINDS
 
 

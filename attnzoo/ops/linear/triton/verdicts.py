@@ -1,8 +1,7 @@
 """Verdicts of the Triton kernels, by which ``impl="auto"`` selects them.
 
 A check runs the kernels of an op with one decay and size in other processes and compares them with
-torch: :mod:`attnzoo.ops.linear.triton.check` for linear attention,
-:mod:`attnzoo.ops.delta.triton.check` for the delta rule, and
+torch: :mod:`attnzoo.ops.linear.triton.check` for linear attention, and
 :mod:`attnzoo.ops.block_sparse.triton.check` for block-sparse attention. Its verdict is kept in
 attnzoo's cache folder, for one GPU, driver, torch, Triton, ptxas and source of the kernels.
 ``impl="triton"`` needs no verdict.
@@ -33,21 +32,18 @@ VARIABLE = "ATTNZOO_VERDICT_TRITON"  # environment variable: passed or failed
 SIZES = (64, 128, LARGEST)  # a check uses the smallest of these that keys and values fit
 CHECKS = {  # module by op
     "linear": "attnzoo.ops.linear.triton.check",
-    "delta": "attnzoo.ops.delta.triton.check",
     "block_sparse": "attnzoo.ops.block_sparse.triton.check",
 }
 KINDS = {  # of calls, by op; the check runs one process each
     "linear": ("bare", "mapped", "any", "wide"),  # as in the table of configs
-    "delta": ("plain", "any", "wide"),
     "block_sparse": ("plain", "shared", "any", "wide"),
 }
 DECAYS = {  # of calls, by op
-    **dict.fromkeys(("linear", "delta"), ("none", "scalar", "vector")),
+    "linear": ("none", "scalar", "vector"),
     "block_sparse": ("none",),
 }
 KERNELS = {  # in messages
     "linear": "linear attention",
-    "delta": "the delta rule",
     "block_sparse": "block-sparse attention",
 }
 

@@ -1,1 +1,0 @@
-"""The delta rule in Triton, for NVIDIA GPUs."""
