@@ -56,8 +56,8 @@ def run(*arguments, **variables):
 
 
 def test_a_handler_that_was_chosen_remains():
-    done = run("list", "linear", PYTHONIOENCODING="ascii:xmlcharrefreplace")
-    assert "&#183;" in done.stdout, done.stderr
+    done = run("swap", "--help", PYTHONIOENCODING="ascii:xmlcharrefreplace")
+    assert "&#8230;" in done.stdout, done.stderr
 
 
 def test_a_program_of_the_user_has_its_own_output(tmp_path):

@@ -91,6 +91,7 @@ def test_static_decoding_compiles_once(backend, llama, ids, padding):
     assert 1 <= counters["stats"]["unique_graphs"] <= 2
 
 
+@pytest.mark.exhaustive
 def test_sliding_windows_compile(redraw, ids, padding):
     config = hf.Gemma3TextConfig(
         **MODEL_SIZES,
@@ -137,6 +138,7 @@ def test_swap_of_a_compiled_model(one_layer, ids):
         assert_close(whole(ids, **given).logits, stock, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_weights_on_request_compile(one_layer, ids):
     model = one_layer
     attnzoo.swap(model, "linear")
@@ -149,7 +151,7 @@ def test_weights_on_request_compile(one_layer, ids):
 
 def test_refusals_stay_readable(one_layer, ids):
     model = attnzoo.swap(one_layer, "linear")
-    model.model.layers[0].compile(backend="eager")
+    model.model.layers[0].self_attn.compile(backend="eager")
     mask = torch.ones(3, 1, 12, 12, dtype=torch.bool).tril()
     with pytest.raises(UnsupportedError, match=r"layers\.0\.self_attn.*arbitrary 4-D tensor"):
         model(ids, attention_mask=mask, use_cache=False)
@@ -157,7 +159,11 @@ def test_refusals_stay_readable(one_layer, ids):
 
 @pytest.mark.parametrize(
     ("backend", "options"),
-    [("flash", {"window": 4}), ("linear", {"window": 4}), ("block_sparse", {})],
+    [
+        pytest.param("flash", {"window": 4}, marks=pytest.mark.exhaustive),
+        ("linear", {"window": 4}),
+        ("block_sparse", {}),
+    ],
 )
 def test_exported_programs_take_any_lengths(backend, options):
     model = hf.BertModel(hf.BertConfig(**{**MODEL_SIZES, "num_hidden_layers": 1})).eval()

@@ -106,6 +106,7 @@ def test_a_program_takes_chunks_of_any_length(backend, options, exportable, ids)
     assert_close(found, model(ids[:2]).logits, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_convert_and_export(exportable, ids):
     model = exportable("gated_linear", num_hidden_layers=1)
     program = convert_and_export_with_cache(model, ids[:2, :1]).module()
@@ -237,7 +238,10 @@ def test_windows_are_exported_to_onnx_without_a_sort(ids, onnx):
         assert_close(found[padding.bool()], expected[padding.bool()])
 
 
-@pytest.mark.parametrize(("backend", "strict"), [("linear", True), ("longformer", False)])
+@pytest.mark.parametrize(
+    ("backend", "strict"),
+    [pytest.param("linear", True, marks=pytest.mark.exhaustive), ("longformer", False)],
+)
 def test_operators_that_onnx_does_not_have_are_refused(backend, strict, ids, onnx):
     errors = (UnsupportedError, torch._dynamo.exc.Unsupported)
     model, given = encoder(backend), {"input_ids": ids[:2], "attention_mask": torch.ones(2, 12)}

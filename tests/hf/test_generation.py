@@ -104,8 +104,8 @@ def test_chat_continues_from_a_returned_cache(model, ids, padding):
     assert_close(torch.stack(again.logits), torch.stack(fresh.logits), atol=1e-4, rtol=1e-4)
 
 
-def test_assisted_decoding_equals_greedy(model, llama, redraw, ids):
-    assistant = redraw(llama(), seed=5)
+def test_assisted_decoding_equals_greedy(recurrent, llama, redraw, ids):
+    model, assistant = recurrent, redraw(llama(), seed=5)
     add_noise(assistant, 0.05)  # agrees often, not always
     layer = model.model.layers[0].self_attn.attnzoo
     attnzoo.swap(assistant, layer.name, **layer.config.changed_options())

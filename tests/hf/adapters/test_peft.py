@@ -258,8 +258,7 @@ def test_rows_shared_by_layers_are_refused_before_the_model_changes():
 @pytest.mark.parametrize(
     ("backend", "options"),
     [
-        *BACKENDS,
-        ("linformer", {"block": 5}),
+        BACKENDS[0],
         ("linformer", {"block": 5, "sharing": "kv"}),
         ("linformer", {"block": 5, "sharing": "layerwise"}),
     ],
