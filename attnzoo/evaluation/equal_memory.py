@@ -88,8 +88,6 @@ def equal_window(
 ) -> EqualWindow:
     """Return the windows that need as many bytes as a swap at a length.
 
-    A window is at least one token.
-
     Args:
         path: Folder of a saved causal model.
         spec: The swap.
@@ -105,15 +103,31 @@ def equal_window(
     windows: dict[int, int | None] = {}
     for number in numbers:
         entry = spec.for_layer(number)
-        if entry.backend not in (EXACT, "softmax") or entry.options.get("window"):
-            fits = swapped[number] * length // exact[number]
-            windows[number] = None if fits >= length else max(1, fits)
+        if entry.backend not in (EXACT, "softmax"):
+            windows[number] = window_of_bytes(swapped[number], exact[number], length)
+        elif own := _largest(entry.config, "window"):  # beside the keys, it keeps their positions
+            own += _largest(entry.config, "num_sinks")
+            windows[number] = own if own < length else None
     return EqualWindow(
         length=length,
         windows=windows,
         swap_bytes=sum(swapped.values()),
         exact_bytes=sum(exact.values()),
     )
+
+
+def window_of_bytes(held: int, exact: int, length: int) -> int | None:
+    """Return the widest window whose cache is no larger; ``None`` if that is as large as softmax's.
+
+    A window sees one token more than its cache keeps: that which is computed.
+
+    Args:
+        held: Bytes of a layer's cache.
+        exact: Those of softmax.
+        length: Tokens of both.
+    """
+    fits = held * length // exact
+    return None if fits >= length else fits + 1
 
 
 def saved_cache_bytes(

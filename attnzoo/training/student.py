@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.corpus import load_tokenizer
-from attnzoo.evaluation.equal_memory import EqualWindow
+from attnzoo.evaluation.equal_memory import EqualWindow, window_of_bytes
 from attnzoo.evaluation.rows import Rows
 from attnzoo.hf.configs import read_field, set_dropout
 from attnzoo.hf.layers import attention_layers
@@ -215,12 +215,11 @@ def equal_window(config: Any, length: int, itemsize: int) -> EqualWindow:
     state = state_bytes(config, itemsize)
     head_dim = read_field(config, "head_dim") or config.hidden_size // config.num_attention_heads
     token = itemsize * 2 * config.num_key_value_heads * head_dim
-    fits = state // token
     numbers = recurrent_numbers(config)
     full = token * length * (config.num_hidden_layers - len(numbers))
     return EqualWindow(
         length=length,
-        windows={n: None if fits >= length else max(1, fits) for n in numbers},
+        windows=dict.fromkeys(numbers, window_of_bytes(state, token * length, length)),
         swap_bytes=full + state * len(numbers),
         exact_bytes=token * length * config.num_hidden_layers,
     )
