@@ -20,7 +20,7 @@ from attnzoo.evaluation.equal_memory import EqualWindow, equal_window
 from attnzoo.evaluation.generation import make_generation_batch, with_reference
 from attnzoo.evaluation.kernel_checks import check_model_kernels
 from attnzoo.evaluation.margins import mean_of
-from attnzoo.evaluation.models import max_positions, require_causal
+from attnzoo.evaluation.models import embedded_name, max_positions, require_causal
 from attnzoo.evaluation.quality import (
     EvalBatch,
     Quality,
@@ -359,8 +359,8 @@ def evaluate(
     path, data = Path(path), [Path(x) for x in data]
     if read_field(read_config(path), NAME) is None:
         raise SpecError(
-            f"{str(path)!r} is not swapped, so there is nothing to compare; `attnzoo recover` and "
-            "`attnzoo swap` write swapped models"
+            f"{embedded_name(path) or str(path)!r} is not swapped, so there is nothing to compare; "
+            "`attnzoo recover` and `attnzoo swap` write swapped models"
         )
     require_causal(path, "evaluation measures text prediction")
     sizes: Any = {"max_tokens": max_tokens, "max_length": row_length}

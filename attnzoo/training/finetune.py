@@ -117,7 +117,7 @@ def finetune(
         if not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled):  # weights in parts
             with original_attention(trainer.model):
                 evaluate("softmax", trainer)
-            evaluate("raw swap", trainer)
+            evaluate("raw swap" if spec else "before", trainer)
         if compare:
             exact = load(spec and AttentionSpec("softmax"))
             if spec is None:

@@ -40,14 +40,14 @@ def verdict(lines: Mapping[str, Quality]) -> str:
     if result.agreement_rows and window.agreement_rows:
         own, other = (_percent(mean_of(x.agreement_rows)) for x in (result, window))
         parts.append(
-            f"Of the tokens that the result generates, {own} equal the original model's (the "
-            f"window alone: {other})."
+            f"Of the tokens that the result generates, {own} equal softmax's (the window alone: "
+            f"{other})."
         )
     if not winners["window"]:
         parts.append(_closed_gaps(result, softmax, window))
         if winners[""]:
             same = _join(winners[""])
-            parts.append(f"No difference from the window alone is measured in {same}.")
+            parts.append(f"No difference from the window alone is certain in {same}.")
         parts.append(_above_all(result, softmax))
     return " ".join(filter(None, parts))
 
@@ -62,6 +62,14 @@ def _percent(found: Difference) -> str:
     return plus_minus(found.mean, found.error, percent=True)
 
 
+def _bound(found: Difference, *, percent: bool = False) -> str:
+    """Return the least difference that as many rows would show, if they do not show this one."""
+    if found.is_clear or found.count < 2:
+        return ""
+    least = plus_minus(found.margin, None, percent=percent)
+    return f"; {found.count} rows show {least} or more"
+
+
 def _winners(name: str, ours: Quality, other: str, theirs: Quality) -> dict[str, list[str]]:
     """Return the metrics in which each of two models is clearly better, and those of neither."""
     wins: dict[str, list[str]] = {name: [], other: [], "": []}
@@ -69,7 +77,8 @@ def _winners(name: str, ours: Quality, other: str, theirs: Quality) -> dict[str,
         own = difference(metric, ours, theirs)
         if own.count:
             equal = metric == "agreement"
-            text = f"equal tokens ({_percent(own)})" if equal else f"{metric} ({own} bits per byte)"
+            text = _percent(own) if equal else f"{own} bits per byte"
+            text = f"{'equal tokens' if equal else metric} ({text}{_bound(own, percent=equal)})"
             better = name if sign * own.mean < 0 else other
             wins[better if own.is_clear else ""].append(text)
     return wins
@@ -121,7 +130,7 @@ def equal_sentence(lines: Mapping[str, Quality], equal: EqualWindow | None, leng
     wins = _winners("the swap", lines["result"], "the window", lines["equal window"])
     parts = [f"{who} is better in {_join(found)}" for who, found in wins.items() if who and found]
     if wins[""]:
-        parts.append(f"no difference is measured in {_join(wins[''])}")
+        parts.append(f"no difference is certain in {_join(wins[''])}")
     found = "; ".join(parts)
     return f"Against {name} on rows of {length:,} tokens: {found}." if found else ""
 
@@ -145,8 +154,10 @@ def encoder_verdict(lines: Mapping[str, Mapping[str, Any]]) -> str:
             f"(difference {better}). Do not use it; train longer, keep layers exact, or use the "
             "window."
         )
-    same = f" No difference from the window alone is measured: {better}." * (not better.is_clear)
+    same = f" No difference from the window alone is certain: {better}{_bound(better)}."
     return (
         f"Embeddings of held-out text have a mean cosine of {mean_of(result)} to softmax's; "
-        f"the raw swap {mean_of(raw)}, the window alone {mean_of(window)}.{same}"
+        f"the raw swap {mean_of(raw)}, the window alone {mean_of(window)}."
+        + same
+        * (not better.is_clear)
     )

@@ -189,7 +189,7 @@ def test_verdict_begins_with_a_result_worse_than_its_window():
     text = encoder_verdict(lines)
     assert "0.900 ± 0.000 to softmax's; the raw swap 0.500 ± 0.000, the window alone 0.800" in text
     lines["result"] = {"rows": [0.6, 0.9, 0.8, 0.85]}
-    assert "No difference from the window alone is measured: -0.013 ± " in encoder_verdict(lines)
+    assert "No difference from the window alone is certain: -0.013 ± " in encoder_verdict(lines)
 
 
 def test_invalid_arguments_are_refused(encoder, lines, saved, tmp_path):

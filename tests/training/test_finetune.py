@@ -39,7 +39,7 @@ def test_a_swap_is_finetuned_beside_softmax(saved, text, tmp_path):
     assert model.config.attnzoo["backend"] == "longformer"
     # the saved model is already swapped, so it takes no spec
     more = finetune(out, None, [text], config(tmp_path / "more", max_steps=1))["lines"]
-    assert more["raw swap"] == pytest.approx(lines["result"])
+    assert more["before"] == pytest.approx(lines["result"])
     assert more["softmax tuned"] != more["result"]
 
 
@@ -139,7 +139,7 @@ def test_adapters_are_merged(saved, text, spec, tmp_path):
     trained = {n for n, p in old.named_parameters() if not torch.equal(p, model.get_parameter(n))}
     assert {n.split(".")[-2] for n in trained} == {"q_proj", "o_proj"}
     again = finetune(out, None, [text], config(tmp_path / "more", max_steps=1), compare=False)
-    assert again["lines"]["raw swap"] == pytest.approx(found["lines"]["result"])
+    assert again["lines"]["before"] == pytest.approx(found["lines"]["result"])
     assert "softmax tuned" not in again["lines"]
 
 
