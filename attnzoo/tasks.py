@@ -11,6 +11,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -30,12 +31,10 @@ from transformers import (
     TrainingArguments,
 )
 
-import attnzoo
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.models import spec_label
 from attnzoo.evaluation.presets import preset_specs
-from attnzoo.evaluation.results import FORMAT, Row, append, open_results
-from attnzoo.evaluation.timing import machine
+from attnzoo.evaluation.results import Results, Row
 from attnzoo.hf.swap import swap
 from attnzoo.report.table import Table
 from attnzoo.spec import AttentionSpec
@@ -300,38 +299,26 @@ def run_tasks(
         raise SpecError(f"seeds and steps must be 1 or more, got {seeds} and {steps}")
     for spec in specs:
         make_model(spec, 0)  # refuses an unsupported spec before anything is trained
-    earlier = {row.get("key"): row for row in open_results(out, fresh=fresh)}
-    about = {
-        "format": FORMAT,
-        "attnzoo": attnzoo.__version__,
-        "machine": machine(),
-        "status": "ok",
-        "kind": "task",
-    }
+    results = Results(out, fresh=fresh, kind="task", task="mqar", steps=steps)
     runs = [(seed, spec) for seed in range(seeds) for spec in specs]
     rows = []
     for number, (seed, spec) in enumerate(runs):
-        key = f"mqar {steps} {seed} {spec.to_dict()}"
-        row = earlier.get(key)
-        if row is None:
-            on_progress(f"{spec_label(spec)}, seed {seed}", number / len(runs))
-            started = time.monotonic()
-            model, loss = train(spec, seed=seed, steps=steps, out=out)
-            row = about | {
-                "key": key,
-                "task": "mqar",
-                "attention": spec_label(spec),
-                "spec": spec.to_dict(),
-                "seed": seed,
-                "steps": steps,
-                "parameters": sum(p.numel() for p in model.parameters()),
-                "accuracy": evaluate(model),
-                "loss": loss if math.isfinite(loss) else None,
-                "seconds": round(time.monotonic() - started, 1),
-            }
-            row = append(out, row)
-        rows.append(row)
+        on_progress(f"{spec_label(spec)}, seed {seed}", number / len(runs))
+        what = {"attention": spec_label(spec), "spec": spec.to_dict(), "seed": seed}
+        rows.append(results.row(what, partial(_measure, spec, seed=seed, steps=steps, out=out)))
     return rows
+
+
+def _measure(spec: AttentionSpec, **options: Any) -> Row:
+    started = time.monotonic()
+    model, loss = train(spec, **options)
+    return {
+        "status": "ok",
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "accuracy": evaluate(model),
+        "loss": loss if math.isfinite(loss) else None,
+        "seconds": round(time.monotonic() - started, 1),
+    }
 
 
 def tabulate(rows: Sequence[Row]) -> Table:

@@ -145,7 +145,7 @@ def main() -> None:
             estimator = make_estimator(row, Path(folder))
             use = estimator.at(row.length)
             computed = use.to_dict()
-            workers = Workers(threads=torch.get_num_threads(), timeout=600, memory_bytes=12 * 2**30)
+            workers = Workers(timeout=600, memory_bytes=12 * 2**30)
             result = workers.run(measure, estimator, row.length, use)
         name = f"{row.model}, {estimator.attention}"
         size = f"{format_length(row.length)} x {row.batch}, {row.dtype}"

@@ -22,16 +22,9 @@ if TYPE_CHECKING:
 Lengths = Annotated[str, typer.Option(help="tokens: 1k..64k (doubling) or 512,2k,3000")]
 
 
-def _no_model(folder: Path) -> Path:
-    """Return a folder for results; raise an error if it holds a model."""
-    if (folder / "config.json").exists():
-        raise typer.BadParameter(f"{str(folder)!r} holds a model; give another folder")
-    return folder
-
-
 OutputDir = Annotated[
     Path,
-    typer.Option(callback=_no_model, help="folder of results; resumes from earlier results in it"),
+    typer.Option(help="folder of results; resumes from earlier results in it"),
 ]
 Level = Annotated[str, typer.Option(help="op, model, or all")]
 Dtype = Annotated[
@@ -67,7 +60,7 @@ def compare(
     device: Device = None,
     data: Annotated[Path | None, typer.Option(help="text file to measure quality on")] = None,
     quality: Annotated[bool, typer.Option(help="measure quality over length")] = True,
-    max_length: Annotated[int, typer.Option(min=1, help="tokens per row for quality")] = 2048,
+    max_length: Annotated[int, typer.Option(min=8, help="tokens per row for quality")] = 2048,
     min_run_time: MinRunTime = 0.5,
     timeout: Timeout = 60.0,
     threads: Threads = None,
@@ -76,16 +69,21 @@ def compare(
 ) -> None:
     """Measure time, memory and quality over length, and name the attention that is worth it.
 
-    Every case runs in its own process; a case that fails is a row with the reason.
+    Every case runs in its own process; a case that fails is a row with the reason. The tables have
+    the cases of this command; other rows in --output-dir stay there.
     """
     parsed = parse_lengths(lengths)  # before torch is imported
-    from attnzoo.compare.cases import LEVELS, default_specs
-    from attnzoo.compare.run import CompareConfig
+    import torch
 
+    from attnzoo.compare.cases import LEVELS
+    from attnzoo.compare.run import CompareConfig, read_model_info
+
+    torch.set_num_threads(threads or torch.get_num_threads())
+    info = read_model_info(model)
     config = CompareConfig(
-        model=str(model),
+        model=info,
         lengths=parsed,
-        specs=specs_of(attention or ["all"], default_specs),
+        specs=_specs(attention, causal=info.causal),
         out=output_dir,
         levels=LEVELS if level == "all" else split(level),
         mode=mode,
@@ -97,7 +95,6 @@ def compare(
         quality_length=max_length,
         min_run_time=min_run_time,
         timeout=timeout,
-        threads=threads,
         fresh=fresh,
     )
     _compare(config, as_json)
@@ -107,35 +104,40 @@ def demo(
     model: Model = Path("embedded"),
     data: Annotated[Path | None, typer.Option(help="text file to evaluate on")] = None,
     attention: Attentions = None,
-    output_dir: Annotated[Path, typer.Option(callback=_no_model, help="folder of results")] = Path(
-        "attnzoo-demo"
-    ),
+    output_dir: OutputDir = Path("attnzoo-demo"),
     quick: Annotated[bool, typer.Option(help="use contexts up to 1k only")] = False,
+    fresh: Fresh = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare quality, recall, decoding speed and cache size of every attention in one model.
 
-    It is `compare --mode decode --level model` with shorter rows, and starts over each time.
+    It is `compare --mode decode --level model` with shorter rows.
     """
-    from attnzoo.compare.cases import default_specs
     from attnzoo.compare.run import CompareConfig, read_model_info
 
-    lengths = [256, 1024] if quick else [256, 1024, 4096, 16384]
-    short = partial(default_specs, use_case="short")
-    limit = read_model_info(str(model)).max_positions or 2 * lengths[-1]
+    lengths, info = [256, 1024] if quick else [256, 1024, 4096, 16384], read_model_info(model)
+    limit = info.max_positions or 2 * lengths[-1]
     config = CompareConfig(
-        model=str(model),
+        model=info,
         lengths=[n for n in lengths if n < limit] or [limit // 2],
-        specs=specs_of(attention or ["all"], short) or short(None),
+        specs=_specs(attention, causal=info.causal, use_case="short"),
         out=output_dir,
         levels=["model"],
         mode="decode",
         text=data,
         quality_length=512,
         min_run_time=0.05,
-        fresh=True,
+        fresh=fresh,
     )
     _compare(config, as_json)
+
+
+def _specs(attention: list[str] | None, **options: Any) -> list[Any]:
+    """Return the specs of ``--attention``: of all backends, or of names by their presets."""
+    from attnzoo.compare.cases import default_specs
+
+    presets: Any = partial(default_specs, **options)
+    return specs_of(attention or ["all"], presets) or presets(None)
 
 
 def _compare(config: CompareConfig, as_json: bool) -> None:
@@ -147,11 +149,11 @@ def _compare(config: CompareConfig, as_json: bool) -> None:
     with show_status(problems if as_json else console) as on_status:
         log = problems if as_json else console
         rows = compare(config, on_status, partial(log.print, soft_wrap=True))
-    page = write_report(config.out, rows, config.mode)
+    page = write_report(config.out, rows)
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    show(console, rows, config.mode)
+    show(console, rows)
     print_files(config.out / FILE, page)
 
 
@@ -223,13 +225,18 @@ def tasks(
     console.print(f"Numbers: {output_dir / FILE}")
 
 
+MapLength = Annotated[
+    int, typer.Option(min=2, max=4096, help="tokens; attention weights need their square")
+]
+
+
 def inspect(
     model: Model = Path("embedded"),
     data: Annotated[Path | None, typer.Option(help="text file; its first tokens are used")] = None,
     layer: Annotated[int, typer.Option(help="index of the layer")] = 0,
     head: Annotated[int, typer.Option(help="index of the head")] = 0,
     attention: Annotated[str, typer.Option(help="NAME or NAME:OPTION=VALUE,...")] = "linear",
-    max_length: Annotated[int, typer.Option(help="number of tokens")] = 192,
+    max_length: MapLength = 192,
     output_dir: Annotated[
         Path, typer.Option(help="folder for maps.json, maps.html and pictures")
     ] = Path("attnzoo-maps"),
@@ -247,13 +254,22 @@ def inspect(
 
     check_file(output_dir / MAPS, overwrite=overwrite)
     spec = spec_of(attention)
-    found = make_maps(str(model), spec, text=data, layer=layer, head=head, tokens=max_length)
+    _require_data(model, data)
+    found = make_maps(model, spec, text=data, layer=layer, head=head, tokens=max_length)
     page = write_maps(output_dir, found, head)
     if as_json:
         print((output_dir / MAPS).read_text("utf-8"), end="")
         return
     maps_table(found).print(console)
     print_files(output_dir / MAPS, page)
+
+
+def _require_data(path: Path, data: Path | None) -> None:
+    """Raise an error without a text, unless the model is an embedded one."""
+    from attnzoo.evaluation.models import is_embedded
+
+    if data is None and not is_embedded(str(path)):
+        raise SpecError("A model needs --data: give a text file in the model's language")
 
 
 FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
@@ -263,7 +279,7 @@ def heads(
     path: Model = Path("embedded"),
     data: Annotated[Path | None, typer.Option(help="text file in the model's language")] = None,
     rows: Annotated[int, typer.Option(min=1, help="texts to measure on")] = 8,
-    max_length: Annotated[int, typer.Option(help="tokens per text")] = 128,
+    max_length: MapLength = 128,
     prune: Annotated[
         float | None, typer.Option(help="fraction of heads to remove, such as 0.4; needs --save")
     ] = None,
@@ -286,15 +302,13 @@ def heads(
 
     from attnzoo.compare.maps import HEADS, heads_table, pruning_table, write_heads
     from attnzoo.evaluation.heads import study_heads
-    from attnzoo.evaluation.models import is_embedded
     from attnzoo.hf.pretrained import load_pretrained
     from attnzoo.hf.pruning import prune_heads
     from attnzoo.hf.saving.files import model_class, read_config, save_copy
     from attnzoo.report.output_path import check_file
 
     _check(path, prune, save)
-    if data is None and not is_embedded(str(path)):
-        raise SpecError("A model needs --data: give a text file in the model's language")
+    _require_data(path, data)
     check_file(output_dir / HEADS, overwrite=overwrite)
     torch.set_num_threads(threads or torch.get_num_threads())
     chosen = {}
@@ -305,6 +319,9 @@ def heads(
         page = write_heads(output_dir, found)
         if prune is not None and save is not None:
             positions = study.choose(prune, found.measures["gradient"])
+            if not positions:
+                count = sum(study.heads.values())
+                raise SpecError(f"--prune {prune} of {count} heads removes none; give more")
             chosen = {n: [found.numbers[n][i] for i in x] for n, x in positions.items()}
             whole = load_pretrained(model_class(read_config(path), path), path).eval()
             save_copy(prune_heads(whole, chosen), path, save)
@@ -410,6 +427,7 @@ def memory(
     Parameters, gradients, optimizer, activations with and without gradient checkpointing, keys and
     values or states, and the peaks of a training step, of a prompt and of a decoded token.
     """
+    from attnzoo.compare.run import read_model_info
     from attnzoo.evaluation.memory import MemoryEstimator
     from attnzoo.hf.saving.files import dtype_name, saved_dtype
     from attnzoo.report.table import format_length
@@ -420,8 +438,10 @@ def memory(
         **{"optimizer": optim, "train": train, "bf16": bf16},
         **{"load_in_4bit": load_in_4bit, "gpus": gpus},
     }
-    found = [MemoryEstimator(path=path, spec=x, **settings) for x in _specs(path, attention)]
-    rows = []
+    specs: list[Any] = [None]  # the attention of the model's config
+    if attention is not None:
+        specs = _specs(attention, causal=read_model_info(path).causal)
+    found, rows = [MemoryEstimator(path=path, spec=x, **settings) for x in specs], []
     with show_status(problems if as_json else console) as show:
         for estimator in found:
             show(estimator.attention)
@@ -454,16 +474,3 @@ def _print(rows: list[dict[str, Any]], title: str) -> None:
     for row in rows:
         if row["reason"]:
             console.print(f"{row['attention']}: {row['reason']}", soft_wrap=True, highlight=False)
-
-
-def _specs(path: Path, attention: list[str] | None) -> list[Any]:
-    """Return the attentions; ``None`` is that of the model's config."""
-    from attnzoo.compare.cases import default_specs
-    from attnzoo.compare.run import read_model_info
-    from attnzoo.hf.saving.files import read_config
-
-    if attention is None:
-        read_config(path)  # a model that cannot be read is no row of a table
-        return [None]
-    presets = partial(default_specs, causal=read_model_info(str(path)).causal)
-    return specs_of(attention, presets) or presets(None)

@@ -94,11 +94,17 @@ def specs_of(attention: list[str], presets: Callable[[list[str]], list[Any]]) ->
     """
     found: list[Any] = []
     for text in attention:
+        names = split(text)
+        if "," in text.partition(":")[0] and ":" in text:
+            raise SpecError(
+                f"--attention {text} mixes names and options; give several --attention, each names "
+                "separated by commas, or one name with its options"
+            )
         if ":" in text:
             found.append(spec_of(text))
-        elif text == "all":
+        elif "all" in names:
             return None
-        elif names := split(text):
+        elif names:
             found += presets(names)
     if not found:
         raise SpecError("--attention names no backend; give all, or names such as linear,reformer")

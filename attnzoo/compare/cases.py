@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +63,6 @@ class CostCase:
     def of(cls, spec: AttentionSpec, length: int, **fields: Any) -> CostCase:
         """Return the case of a spec at a length, with other fields than the defaults."""
         return cls(attention=spec_label(spec), spec=spec.to_dict(), T=length, **fields)
-
-    def key(self) -> str:
-        """Return a key that identifies the case among those of one model and machine."""
-        return repr(sorted(asdict(self).items(), key=lambda item: item[0]))
 
 
 def default_specs(

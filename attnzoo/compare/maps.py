@@ -20,7 +20,7 @@ import attnzoo
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.corpus import held_out_files, load_tokenizer, read_documents
 from attnzoo.evaluation.heads import MEASURES, HeadStudy, entropy
-from attnzoo.evaluation.models import is_embedded, max_positions, model_path, spec_label
+from attnzoo.evaluation.models import max_positions, spec_label
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.pretrained import load_pretrained
 from attnzoo.hf.saving.files import model_class, read_config
@@ -83,12 +83,12 @@ def difference(exact: Tensor, approximate: Tensor) -> Tensor:
 
 
 def make_maps(
-    model: str, spec: AttentionSpec, *, text: Path | None, layer: int, head: int, tokens: int
+    path: Path, spec: AttentionSpec, *, text: Path | None, layer: int, head: int, tokens: int
 ) -> AttentionMaps:
     """Return the maps of a layer.
 
     Args:
-        model: Folder of a saved model, or an embedded one's name.
+        path: Folder of a saved model.
         spec: The attention to compare with softmax.
         text: File; a held-out file of the standard library for the embedded model.
         layer: Index of the layer.
@@ -98,9 +98,8 @@ def make_maps(
     Raises:
         SpecError: The model, the text, the layer or the head does not exist.
     """
-    path = model_path(model)
     config = read_config(path)
-    string = _first_text(path, text, model, tokens)
+    string = _first_text(path, text, tokens)
     loaded: Any = load_pretrained(model_class(config, path), path, dtype=torch.float32).eval()
     layers = attention_layers(loaded)
     heads = layers[0].geometry.num_heads if layers else 0
@@ -130,12 +129,8 @@ def make_maps(
     )
 
 
-def _first_text(path: Path, text: Path | None, model: str, tokens: int) -> str:
+def _first_text(path: Path, text: Path | None, tokens: int) -> str:
     """Return the start of a text's first document."""
-    if tokens < 2:
-        raise SpecError(f"--max-length must be 2 or more, got {tokens}")
-    if text is None and not is_embedded(model):
-        raise SpecError("A model needs --data: give a text file in the model's language")
     limit = max_positions(path)
     if limit is not None and tokens > limit:
         raise SpecError(f"--max-length must be at most the model's {limit} positions, got {tokens}")

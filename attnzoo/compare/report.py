@@ -52,7 +52,6 @@ def cost_table(curves: Sequence[Curve], group: tuple[str, str, str]) -> Table:
     """
     lengths = sorted({n for curve in curves for n in (*curve.ms, *curve.missing)})
     longest = lengths[-1]
-    fast = speedups(curves, longest)
     columns = [
         "attention",
         *(f"ms @{format_length(n)}" for n in lengths),
@@ -73,7 +72,7 @@ def cost_table(curves: Sequence[Curve], group: tuple[str, str, str]) -> Table:
                     for n in lengths
                 ),
                 _percent(max(curve.spread.values(), default=None)),
-                "" if curve.exact else number(fast.get(curve.attention), 1),
+                "" if curve.exact else _ratio(curve, curves, longest),
                 "-" if power is None else f"T^{power:.2f}",
                 faster_from(curve, curves),
                 format_bytes(curve.memory.get(longest)),
@@ -85,8 +84,15 @@ def cost_table(curves: Sequence[Curve], group: tuple[str, str, str]) -> Table:
         title=group_title(*group),
         caption="Milliseconds per row, fastest round. Spread: slowest minus fastest round, in % of "
         "the median; the largest of all lengths. Faster from: where the difference is clear over "
-        "rounds that alternate with exact attention's.",
+        "rounds that alternate with exact attention's; ?: it is not.",
     )
+
+
+def _ratio(curve: Curve, curves: Sequence[Curve], length: int) -> str:
+    """Return the speed-up over exact attention, with ``?`` unless it is clear over the rounds."""
+    gain = clear_gain(curve, curves, length)
+    found = number(speedups(curves, length).get(curve.attention), 1)
+    return found if found == "-" or (gain is not None and gain.is_clear) else f"{found} ?"
 
 
 # -- quality -------------------------------------------------------------------------------------
@@ -183,7 +189,7 @@ def quality_table(rows: Sequence[Row]) -> Table | None:
             (name := row["attention"]),
             number(row["bits_per_byte"]),
             _signed(costs[name]) if name in costs else "-",
-            "all keys" if name in equal and equal[name] is None else str(equal.get(name, "-")),
+            _window(equal[name], row["T"]) if name in equal else "-",
             number(row["bits_per_byte_beyond"]),
             _percent(row["generation"].get("agreement")),
             *(
@@ -197,6 +203,13 @@ def quality_table(rows: Sequence[Row]) -> Table | None:
     return Table(
         columns=columns, rows=body, title="Quality without training", caption=_notes(measured)
     )
+
+
+def _window(window: int | None, length: int) -> str:
+    """Return a window of equal memory; one that sees every key of the rows has no row."""
+    if window is None:
+        return "all keys"
+    return str(window) if window < length else f"{window} (rows are shorter)"
 
 
 def _notes(measured: Sequence[Row]) -> str:
@@ -238,7 +251,9 @@ def headline(curves: Sequence[Curve], rows: Sequence[Row]) -> str:
             "exact attention: keep flash."
         )
     costs = qualities(rows)
-    limit = 1 - ACCEPTABLE_COSINE if _in_cosines(rows) else ACCEPTABLE_LOSS
+    limit, bound = ACCEPTABLE_LOSS, f"{ACCEPTABLE_LOSS} bits per byte or less"
+    if _in_cosines(rows):
+        limit, bound = 1 - ACCEPTABLE_COSINE, f"a cosine of {ACCEPTABLE_COSINE} or more"
     good = {name: x for name, x in faster.items() if name in costs and costs[name].mean <= limit}
     pool = good or faster
     best = max(pool, key=lambda name: pool[name])
@@ -257,10 +272,7 @@ def headline(curves: Sequence[Curve], rows: Sequence[Row]) -> str:
         cost = f"has a cosine of {similar} without training"
     if best in good:
         return f"{finding}, and {cost}."
-    return (
-        f"{finding}, but {cost}, and every faster attention loses as much or more than is "
-        "acceptable: train it, or keep flash."
-    )
+    return f"{finding}, but {cost}; no faster one is measured at {bound}: train it, or keep flash."
 
 
 def _unknown(attention: str, rows: Sequence[Row]) -> str:
@@ -304,50 +316,43 @@ def group_curves(rows: Sequence[Row]) -> dict[Group, list[Curve]]:
     for row in rows:
         if row["kind"] == "cost":
             groups[row["device"], row["level"], row["mode"]].append(row)
-    order = sorted(groups, key=lambda group: (group[2], group[0], LEVELS.index(group[1])))
+    order = sorted(groups, key=lambda group: (group[0], LEVELS.index(group[1])))
     return {group: make_curves(groups[group]) for group in order}
 
 
-def main_group(groups: dict[Group, list[Curve]], mode: str) -> Group | None:
-    """Return the group to summarise: of the mode if measured, on a GPU if any, largest level."""
-    selected = [group for group in groups if group[2] == mode] or list(groups)
-    found = [group for group in selected if any(curve.ms for curve in groups[group])]
+def main_group(groups: dict[Group, list[Curve]]) -> Group | None:
+    """Return the group to summarise: on a GPU if any, largest level."""
+    found = [group for group in groups if any(curve.ms for curve in groups[group])]
     on_gpu = [group for group in found if group[0] != "cpu"]
     return next(iter(on_gpu or found), None)
 
 
-def finding(rows: Sequence[Row], mode: str) -> str:
-    """Return the main finding of a comparison.
-
-    Args:
-        rows: All rows.
-        mode: The mode to summarise.
-    """
+def finding(rows: Sequence[Row]) -> str:
+    """Return the main finding of a comparison's rows."""
     groups = group_curves(rows)
-    if (group := main_group(groups, mode)) is None:
+    if (group := main_group(groups)) is None:
         return "Nothing could be measured; the reasons are listed above."
     return f"{group_title(*group)}. {headline(groups[group], rows)}"
 
 
-def show(console: Console, rows: Sequence[Row], mode: str) -> None:
+def show(console: Console, rows: Sequence[Row]) -> None:
     """Print the tables, quality first, the cases without a result, and the main finding."""
-    groups = group_curves(rows)
-    costs = [cost_table(groups[group], group) for group in groups if group[2] == mode]
-    for part in (quality_table(rows), *costs, *not_measured(rows), finding(rows, mode)):
+    costs = [cost_table(curves, group) for group, curves in group_curves(rows).items()]
+    for part in (quality_table(rows), *costs, *not_measured(rows), finding(rows)):
         if isinstance(part, Table):
             part.print(console)
         elif part:
             console.print(part, soft_wrap=True, highlight=False, markup=False)
 
 
-def write_report(out: Path, rows: Sequence[Row], mode: str) -> Path | None:
+def write_report(out: Path, rows: Sequence[Row]) -> Path | None:
     """Write ``report.html`` and its plots as PNG; return ``None`` without matplotlib."""
     about, model = rows[0], rows[0]["model"]
     subject = (
         f"{model['name']}: {model['H']} query heads, {model['Hkv']} key heads of size "
         f"{model['D']}. Costs are per row, and times those of the fastest round."
     )
-    parts: list[Part] = [subject, finding(rows, mode), *quality_plots(rows, mode)]
+    parts: list[Part] = [subject, finding(rows), *quality_plots(rows)]
     parts.append(quality_table(rows))
     for group, curves in group_curves(rows).items():
         if any(curve.ms for curve in curves):
@@ -382,7 +387,7 @@ def cost_plots(group: Group, curves: Sequence[Curve]) -> list[Plot]:
     ]
 
 
-def quality_plots(rows: Sequence[Row], mode: str) -> list[Plot]:
+def quality_plots(rows: Sequence[Row]) -> list[Plot]:
     """Return quality against cost, loss by position and recall by distance."""
     plots, measured = [], measured_quality(rows)
     for field, title, x, y in (
@@ -395,14 +400,14 @@ def quality_plots(rows: Sequence[Row], mode: str) -> list[Plot]:
         if lines:
             name = field.replace("_", "-")
             plots.append(line_plot(lines, name=name, title=title, x=x, y=y, log=False))
-    return [*_pareto(rows, mode), *plots]
+    return [*_pareto(rows), *plots]
 
 
-def _pareto(rows: Sequence[Row], mode: str) -> list[Plot]:
+def _pareto(rows: Sequence[Row]) -> list[Plot]:
     """Return quality against time at the longest length, with the Pareto front."""
     groups = group_curves(rows)
     bits = {x["attention"]: x["bits_per_byte"] for x in measured_quality(rows) if "rows" in x}
-    if (group := main_group(groups, mode)) is None:
+    if (group := main_group(groups)) is None:
         return []
     length = max(best_exact(groups[group]), default=0)
     points: dict[str, tuple[float, float]] = {

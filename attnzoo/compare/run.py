@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
-import attnzoo
-from attnzoo.compare.cases import (
-    BASELINE,
-    LEVELS,
-    MODES,
-    CostCase,
-    ModelInfo,
-    default_specs,
-    is_exact,
-)
+from attnzoo.compare.cases import BASELINE, LEVELS, MODES, CostCase, ModelInfo, is_exact
 from attnzoo.compare.report import EQUAL, equal_windows
 from attnzoo.compare.workers import (
     NOT_RUN,
@@ -42,11 +33,9 @@ from attnzoo.evaluation.models import (
     embedded_name,
     is_embedded,
     max_positions,
-    model_path,
     spec_label,
 )
-from attnzoo.evaluation.results import FORMAT, Row, append, open_results
-from attnzoo.evaluation.timing import machine
+from attnzoo.evaluation.results import Results, Row
 from attnzoo.hf.configs import has_field, read_field
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.saving.files import dtype_name, empty_model, hash_weights, saved_dtype
@@ -65,9 +54,9 @@ class CompareConfig:
     """Options of a comparison.
 
     Attributes:
-        model: Folder of a saved model, or an embedded one's name.
+        model: The model.
         lengths: T, increasing.
-        specs: The attentions; every backend's presets when ``None``.
+        specs: The attentions; flash is added if none is exact.
         out: Folder of results.
         levels: Subset of ``LEVELS``.
         mode: One of ``MODES``.
@@ -80,14 +69,13 @@ class CompareConfig:
         quality_length: Tokens per row in the quality measurement.
         min_run_time: Duration of all timed calls of a case together in seconds, at least two calls.
         timeout: Time limit of a case in seconds.
-        threads: Number of torch threads.
         fresh: Whether to start over instead of resuming from earlier results.
     """
 
-    model: str
+    model: ModelInfo
     lengths: Sequence[int]
     out: Path
-    specs: Sequence[AttentionSpec] | None = None
+    specs: Sequence[AttentionSpec]
     levels: Sequence[str] = LEVELS
     mode: str = "forward"
     tokens: int = 4096
@@ -98,25 +86,20 @@ class CompareConfig:
     quality_length: int = 2048
     min_run_time: float = 0.5
     timeout: float = 60.0
-    threads: int | None = None
     fresh: bool = False
 
 
-def read_model_info(model: str) -> ModelInfo:
-    """Return what a comparison needs to know about a model, without loading its weights.
-
-    Args:
-        model: Folder of a saved model, or an embedded one's name.
+def read_model_info(path: Path) -> ModelInfo:
+    """Return what a comparison needs to know about a saved model, without loading its weights.
 
     Raises:
         SpecError: There is no model, or it has no attention layer that can be swapped.
     """
-    path = model_path(model)
     empty = empty_model(path)
     layers = attention_layers(empty)
     if not layers:
         raise SpecError(
-            f"{model!r} has no layer that calls transformers' attention interface, so its "
+            f"{str(path)!r} has no layer that calls transformers' attention interface, so its "
             "attention cannot be swapped"
         )
     causal = all(layer.geometry.causal for layer in layers)
@@ -138,14 +121,14 @@ def read_model_info(model: str) -> ModelInfo:
     )
 
 
-def check(config: CompareConfig, info: ModelInfo) -> tuple[list[AttentionSpec], list[str]]:
-    """Validate the options and return the attentions and the devices.
+def check(config: CompareConfig) -> tuple[list[AttentionSpec], list[str]]:
+    """Validate the options and return the attentions, exact ones first, and the devices.
 
     Raises:
         SpecError: An option is unknown or does not fit the model.
     """
-    available = ("cpu", "cuda")[: 1 + torch.cuda.is_available()]
-    devices = list(available if config.devices is None else config.devices)
+    info, available = config.model, ("cpu", "cuda")[: 1 + torch.cuda.is_available()]
+    devices = [*dict.fromkeys(available if config.devices is None else config.devices)]
     for what, values, known in (
         ("mode", [config.mode], MODES),
         ("level", config.levels, LEVELS),
@@ -168,14 +151,17 @@ def check(config: CompareConfig, info: ModelInfo) -> tuple[list[AttentionSpec], 
             f"{info.name} does not run on token ids alone (it is an encoder-decoder or takes "
             "other inputs); use --level op, which measures its attention backend on random inputs"
         )
-    if config.dtype is not None and not isinstance(getattr(torch, config.dtype, None), torch.dtype):
-        raise SpecError(f"No dtype is called {config.dtype!r}; use for example float32 or bfloat16")
+    dtype = getattr(torch, config.dtype or "float32", None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise SpecError(
+            f"No dtype of weights is called {config.dtype!r}; use for example float32 or bfloat16"
+        )
     if "cuda" in devices and not torch.cuda.is_available():
         raise SpecError("torch finds no CUDA device; use --device cpu")
-    specs = list(config.specs or default_specs(None, causal=info.causal))
-    if not any(is_exact(spec.to_dict()) for spec in specs):
-        specs.insert(0, AttentionSpec(BASELINE))
-    return specs, devices
+    specs = list({spec_label(spec): spec for spec in config.specs}.values())
+    specs.sort(key=lambda spec: not is_exact(spec.to_dict()))
+    exact = specs and is_exact(specs[0].to_dict())
+    return specs if exact else [AttentionSpec(BASELINE), *specs], devices
 
 
 def compare(
@@ -183,7 +169,7 @@ def compare(
     on_progress: OnProgress = lambda text: None,
     log: Callable[[str], object] = lambda text: None,
 ) -> list[Row]:
-    """Measure every case that has no row in the results folder; return the rows of this machine.
+    """Measure every case that has no row in the results folder; return the rows of these cases.
 
     Args:
         config: Options of the comparison.
@@ -193,12 +179,11 @@ def compare(
     Raises:
         AttnzooError: An option is invalid; nothing is measured then.
     """
-    info = read_model_info(config.model)
-    specs, devices = check(config, info)
-    info = replace(info, dtype=config.dtype or info.dtype)
+    specs, devices = check(config)
+    info = replace(config.model, dtype=config.dtype or config.model.dtype)
     check_folder(config.out)
     batch: QualityBatch | None = None
-    if missing := missing_quality(config, info):
+    if missing := missing_quality(config):
         log(f"Quality is not measured: {missing}.")
     else:
         make: Any = make_recall_batch if info.generates else make_embedding_batch
@@ -206,9 +191,9 @@ def compare(
         batch = make(Path(info.path), config.text, longest)
     cases = _cases(config, specs, devices)
     run = Comparison(config, info, on_progress)
-    if unchecked := _gpu_cases(cases, run.rows):
+    if unchecked := _gpu_cases([x for x in cases if run.find(x) is None]):
         on_progress("checking GPU kernels, up to a minute each, once")
-        patient = Workers(threads=run.threads, timeout=CHECK_SECONDS, memory_bytes=0)
+        patient = Workers(timeout=CHECK_SECONDS, memory_bytes=0)
         for text in patient.run(check_case_kernels, unchecked, info).get("checks", ()):
             log(text)
     if batch:
@@ -216,11 +201,11 @@ def compare(
             specs = run.add_equal_windows(specs, batch.shape[1])
         run.measure_quality(specs, batch)
     run.measure_costs(cases)
-    return list(run.rows.values())
+    return run.rows
 
 
 class Comparison:
-    """The rows of a comparison, by key, and what measures those that are missing.
+    """The rows of a comparison, in order, and what measures those that its folder lacks.
 
     Args:
         config: Options of the comparison.
@@ -228,48 +213,44 @@ class Comparison:
         on_progress: Called with what is measured now.
 
     Raises:
-        AttnzooError: Earlier results are of another model, or cannot be read.
+        AttnzooError: Earlier results cannot be read.
     """
 
     def __init__(self, config: CompareConfig, info: ModelInfo, on_progress: OnProgress) -> None:
         self.config, self.info, self.on_progress = config, info, on_progress
-        self.threads = config.threads or torch.get_num_threads()
+        self.rows: list[Row] = []
         geometry = info.geometry
-        self.about: Row = {
-            "format": FORMAT,
-            "attnzoo": attnzoo.__version__,
-            "machine": machine()
-            | {"threads": self.threads, "transformers": transformers.__version__},
-            "model": {
-                "name": info.name,
-                "sha": info.sha,
-                "H": geometry.num_heads,
-                "Hkv": geometry.num_key_heads,
-                "D": geometry.head_dim,
-                "E": geometry.value_dim,
-            },
+        model = {
+            "name": info.name,
+            "sha": info.sha,
+            "H": geometry.num_heads,
+            "Hkv": geometry.num_key_heads,
+            "D": geometry.head_dim,
+            "E": geometry.value_dim,
         }
-        earlier = open_results(config.out, fresh=config.fresh)
-        for row in earlier:
-            if row["model"]["sha"] != info.sha:
-                raise SpecError(
-                    f"{str(config.out)!r} holds results of another model ({row['model']['name']}); "
-                    "give --output-dir another folder, or --fresh to start over"
-                )
-        machines = self.about["machine"]
-        self.rows = {row["key"]: row for row in earlier if row["machine"] == machines}
+        self.results = Results(config.out, fresh=config.fresh, model=model)
 
     def workers(self, timeout: float) -> Workers:
         """Return processes with a time limit in seconds, and limits of memory."""
         free, module = int(0.75 * free_memory()), self.info.module
-        return Workers(threads=self.threads, timeout=timeout, memory_bytes=free, preload=[module])
+        return Workers(timeout=timeout, memory_bytes=free, preload=[module])
 
-    def save(self, kind: str, key: str, case: CostCase, result: Row) -> Row:
-        """Append a row with a result."""
-        row: Row = {**self.about, "kind": kind, "key": key, **asdict(case), **result}
-        row = append(self.config.out, row | {"exact": is_exact(case.spec)})
-        self.rows[key] = row
-        return row
+    def _what(self, kind: str, case: CostCase, **fields: Any) -> Row:
+        """Return all fields that describe a measurement."""
+        limits = {} if kind == EQUAL else {"timeout": self.config.timeout}
+        return {"kind": kind, **asdict(case), "exact": is_exact(case.spec), **limits, **fields}
+
+    def find(self, case: CostCase) -> Row | None:
+        """Return the row of a case that is timed, if there is one."""
+        return self.results.find(self._cost(case))
+
+    def _cost(self, case: CostCase) -> Row:
+        return self._what("cost", case, min_run_time=self.config.min_run_time)
+
+    def _add(self, what: Row, measure: Callable[[], Row]) -> Row:
+        """Add the row of a measurement, and return it."""
+        self.rows.append(self.results.row(what, measure))
+        return self.rows[-1]
 
     def add_equal_windows(self, specs: list[AttentionSpec], length: int) -> list[AttentionSpec]:
         """Compute the windows of equal memory at the longest length, and add them to the specs.
@@ -279,21 +260,23 @@ class Comparison:
             length: Tokens per row in the quality measurement; wider windows see every key.
         """
         self.on_progress("windows of equal memory")
-        path, longest = Path(self.info.path), max(self.config.lengths)
+        longest = max(self.config.lengths)
         for spec in specs:
             case = CostCase.of(spec, longest, dtype=self.info.dtype)
-            if is_exact(case.spec) or (key := f"{EQUAL} {case.key()}") in self.rows:
-                continue
-            try:
-                found = equal_window(path, spec, longest, getattr(torch, self.info.dtype))
-                result: Row = {"status": OK, "window": found.widest or None, **found.to_dict()}
-            except AttnzooError as error:
-                result = {"status": REFUSED, "reason": str(error)}
-            self.save(EQUAL, key, case, result)
-        windows = {w for w in equal_windows(list(self.rows.values())).values() if w and w < length}
+            if not is_exact(case.spec):
+                self._add(self._what(EQUAL, case), partial(self._equal_window, spec, longest))
+        windows = {w for w in equal_windows(self.rows).values() if w and w < length}
         added = [AttentionSpec(BASELINE, window=window) for window in sorted(windows)]
         known = {spec_label(spec) for spec in specs}
         return [*specs, *(spec for spec in added if spec_label(spec) not in known)]
+
+    def _equal_window(self, spec: AttentionSpec, length: int) -> Row:
+        dtype = getattr(torch, self.info.dtype)
+        try:
+            found = equal_window(Path(self.info.path), spec, length, dtype)
+        except AttnzooError as error:
+            return {"status": REFUSED, "reason": str(error)}
+        return {"status": OK, "window": found.widest or None, **found.to_dict()}
 
     def measure_quality(self, specs: Sequence[AttentionSpec], batch: QualityBatch) -> None:
         """Measure the quality of every attention that has no such row."""
@@ -301,39 +284,36 @@ class Comparison:
         count, length = batch.shape
         for number, spec in enumerate(specs, 1):
             case = CostCase.of(spec, length, B=count)
-            key = f"quality {batch.sha} {case.key()}"
-            if key not in self.rows:
-                self.on_progress(f"quality {number}/{len(specs)}  {case.attention}")
-                self.save(
-                    "quality", key, case, workers.run(measure_quality, case, self.info, batch)
-                )
+            self.on_progress(f"quality {number}/{len(specs)}  {case.attention}")
+            what = self._what("quality", case, data=batch.sha)
+            self._add(what, partial(workers.run, measure_quality, case, self.info, batch))
 
     def measure_costs(self, cases: Sequence[CostCase]) -> None:
-        """Measure every case that has no row, beside the baseline; the rows come last, in order."""
+        """Measure every case that has no row, beside the baseline."""
         workers, failed = self.workers(self.config.timeout), dict[str, int]()
         baselines = {
             _place(x): x for x in cases if x.spec["backend"] == BASELINE and is_exact(x.spec)
         }
         for number, case in enumerate(cases, 1):
-            text = f"{case.level}, {case.T} tokens, {case.attention}"
-            self.on_progress(f"{number}/{len(cases)}  {text}")
+            self.on_progress(
+                f"{number}/{len(cases)}  {case.level}, {case.T} tokens, {case.attention}"
+            )
             curve = repr((case.device, case.level, case.mode, case.spec))
-            row = self.rows.pop(case.key(), None)
-            if row is None and curve in failed:
+            measure: Callable[[], Row]
+            if curve in failed:
                 reason = f"it already failed at {failed[curve]} tokens"
-                row = self.save("cost", case.key(), case, {"status": NOT_RUN, "reason": reason})
-            elif row is None:
+                measure = partial(dict, status=NOT_RUN, reason=reason)
+            else:
                 pair = self._baseline(baselines.get(_place(case)), case)
                 given = (case, self.info, self.config.min_run_time, *pair)
-                result = workers.run(measure_cost, *given, device=case.device)
-                row = self.save("cost", case.key(), case, result)
-            self.rows[case.key()] = row
+                measure = partial(workers.run, measure_cost, *given, device=case.device)
+            row = self._add(self._cost(case), measure)
             if row["status"] in STOPS:
                 failed.setdefault(curve, case.T)
 
     def _baseline(self, other: CostCase | None, case: CostCase) -> tuple[Any, ...]:
         """Return the baseline beside which a case is timed, and the time limit of all rounds."""
-        row = None if other is None or other == case else self.rows.get(other.key())
+        row = None if other is None or other == case else self.find(other)
         limit = self.config.timeout / 2
         fits = row is not None and row["status"] == OK and PAIRED * row["median_ms"] < 1000 * limit
         return (other, limit) if fits else ()
@@ -368,19 +348,19 @@ def _place(case: CostCase) -> tuple[Any, ...]:
     return case.device, case.level, case.mode, case.T, case.B, case.dtype
 
 
-def _gpu_cases(cases: Sequence[CostCase], known: Collection[str]) -> list[CostCase]:
-    """Return the shortest case without a row of each attention on a GPU, at the first level."""
-    found = [case for case in cases if case.device == "cuda" and case.key() not in known]
+def _gpu_cases(cases: Sequence[CostCase]) -> list[CostCase]:
+    """Return the shortest case of each attention on a GPU, at the first level."""
+    found = [case for case in cases if case.device == "cuda"]
     found.sort(key=lambda case: (LEVELS.index(case.level), case.T))
     return list({case.attention: case for case in reversed(found)}.values())
 
 
-def missing_quality(config: CompareConfig, info: ModelInfo) -> str:
+def missing_quality(config: CompareConfig) -> str:
     """Return why a comparison measures no quality, or ``""``."""
     if not config.quality:
         return "it was not requested"
-    if not info.text_model:
+    if not config.model.text_model:
         return "the model does not run on token ids alone"
-    if config.text is None and not is_embedded(config.model):
+    if config.text is None and not is_embedded(config.model.path):
         return "give --data a file in the model's language"
     return ""

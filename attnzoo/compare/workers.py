@@ -107,16 +107,16 @@ def check_case_kernels(cases: Sequence[CostCase], info: ModelInfo) -> Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Workers:
-    """Runs functions in child processes and returns a status instead of raising.
+    """Runs functions in child processes, which have this one's number of torch threads.
+
+    What they raise becomes a status.
 
     Attributes:
-        threads: Number of torch threads per process.
         timeout: Time limit of a call in seconds.
         memory_bytes: Memory limit of a call on a CPU; 0 for none.
         preload: Modules that processes import besides this one.
     """
 
-    threads: int
     timeout: float
     memory_bytes: int
     preload: Sequence[str] = ()
@@ -128,9 +128,8 @@ class Workers:
         limit = self.memory_bytes if device == "cpu" else 0
         process = WorkerProcess(modules=(__name__, *self.preload))
         try:
-            return process.run(
-                run_limited, function, arguments, self.threads, limit, timeout=self.timeout
-            )
+            given = (function, arguments, torch.get_num_threads(), limit)
+            return process.run(run_limited, *given, timeout=self.timeout)
         except WorkerError as error:
             status = FAILED if error.exit_code is not None else TIMED_OUT
             status = OUT_OF_MEMORY if error.killed else status

@@ -241,9 +241,8 @@ def head_rows_of_text(
         SpecError: The text is too short, or a row is longer than the model's positions.
     """
     limit = max_positions(path)
-    if length < 2 or (limit is not None and length > limit):
-        most = "" if limit is None else f", at most {limit}, the model's positions"
-        raise SpecError(f"--max-length must be at least 2 tokens{most}; got {length}")
+    if limit is not None and length > limit:
+        raise SpecError(f"--max-length must be at most the model's {limit} positions, got {length}")
     if not all(layer.geometry.causal for layer in layers):
         texts = make_embedding_batch(path, text, length, rows).texts
         return Rows.of_documents(texts[max(texts)].tokens)

@@ -58,11 +58,6 @@ def embedded_name(folder: Path) -> str | None:
     return next((name for name, path in _EMBEDDED_FOLDERS.items() if path == folder), None)
 
 
-def model_path(model: str) -> Path:
-    """Return the folder of a model, given its path or the name of an embedded one."""
-    return embedded_model_path(model) if model in _EMBEDDED_FOLDERS else Path(model)
-
-
 def spec_label(spec: AttentionSpec) -> str:
     """Return a short name of a spec for tables: its backend and the options that are set."""
     options = spec.default.options

@@ -5,11 +5,15 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import transformers
+
 import attnzoo
 from attnzoo.errors import SpecError
+from attnzoo.evaluation.timing import machine
 from attnzoo.report.output_path import OutputError, check_folder
 
 FORMAT = 1
@@ -17,23 +21,47 @@ FILE = "results.jsonl"
 Row = dict[str, Any]
 
 
-def open_results(out: Path, *, fresh: bool) -> list[Row]:
-    """Create a results folder and return the rows of earlier runs.
+class Results:
+    """The rows of a folder. What was measured there is not measured again.
+
+    A row is that of a measurement if all fields that describe the measurement are equal.
 
     Args:
-        out: Folder of results.
+        out: Folder of results, which is created.
         fresh: Whether to rename earlier results to ``results.jsonl.old`` and start over.
+        about: Fields of all rows of a command: the machine, the model.
 
     Raises:
         OutputError: The folder cannot be written.
         SpecError: Its results are malformed or of another version.
     """
-    check_folder(out)
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / FILE
-    if fresh and path.exists():
-        path.replace(path.with_suffix(".jsonl.old"))
-    return read(path) if path.exists() else []
+
+    def __init__(self, out: Path, *, fresh: bool, **about: Any) -> None:
+        check_folder(out)
+        out.mkdir(parents=True, exist_ok=True)
+        path = out / FILE
+        if fresh and path.exists():
+            path.replace(path.with_suffix(".jsonl.old"))
+        self.out, self.rows = out, read(path) if path.exists() else []
+        self.about: Row = {
+            "format": FORMAT,
+            "attnzoo": attnzoo.__version__,
+            "machine": machine() | {"transformers": transformers.__version__},
+            **about,
+        }
+
+    def find(self, what: Row) -> Row | None:
+        """Return the row of a measurement, given all fields that describe it."""
+        fields = json.loads(json.dumps(self.about | what)).items()
+        return next((row for row in self.rows if fields <= row.items()), None)
+
+    def row(self, what: Row, measure: Callable[[], Row]) -> Row:
+        """Return the row of a measurement; without one, append it with what ``measure`` returns."""
+        row = self.find(what)
+        if row is None:
+            row = append(self.out, self.about | what | measure())
+            self.rows.append(row)
+        return row
 
 
 def read(path: Path) -> list[Row]:

@@ -163,8 +163,9 @@ def _sources(path: Path, streaming: bool) -> Iterator[tuple[Path, Any]]:
             if not any(part.startswith((".", "__pycache__")) for part in parts):
                 yield from _sources(file, streaming)
     elif not path.is_file() or "::" in str(path):  # to datasets, a chain of URLs
-        reason = "its name has '::'" if path.exists() else "there is no such file or folder"
-        raise DataError(f"{str(path)!r} cannot be read: {reason}; give another")
+        if path.exists():
+            raise DataError(f"{str(path)!r} is not read: its name has '::'; rename it")
+        raise DataError(f"There is no file or folder {str(path)!r}; give another")
     else:
         kind = READERS.get(path.suffix.lower(), "text")
         options = {"sample_by": "document"} if kind == "text" else {}

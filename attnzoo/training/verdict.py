@@ -155,9 +155,8 @@ def encoder_verdict(lines: Mapping[str, Mapping[str, Any]]) -> str:
             "window."
         )
     same = f" No difference from the window alone is certain: {better}{_bound(better)}."
+    same = "" if better.is_clear else same
     return (
         f"Embeddings of held-out text have a mean cosine of {mean_of(result)} to softmax's; "
-        f"the raw swap {mean_of(raw)}, the window alone {mean_of(window)}."
-        + same
-        * (not better.is_clear)
+        f"the raw swap {mean_of(raw)}, the window alone {mean_of(window)}.{same}"
     )

@@ -27,7 +27,9 @@ def test_several_attentions():
     assert found == [
         AttentionSpec("linear", window=8), AttentionSpec("flash"), AttentionSpec("softmax")
     ]  # fmt: skip
-    assert specs_of(["flash", "all"], lambda names: []) is None
+    assert specs_of(["flash", "linear,all"], lambda names: []) is None
+    with pytest.raises(SpecError, match=r"linear,delta:window=32 mixes names and options"):
+        specs_of(["linear,delta:window=32"], lambda names: [])
     with pytest.raises(SpecError, match="names no backend"):
         specs_of([","], lambda names: [])
 

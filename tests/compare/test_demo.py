@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 from transformers import ByT5Tokenizer, GPT2Config, GPT2LMHeadModel
 
@@ -10,7 +11,7 @@ from attnzoo.compare.workers import Workers
 
 
 def test_demo(tmp_path, monkeypatch, capsys):
-    """Of a model with few positions; what was measured before is set aside."""
+    """Of a model with few positions; what was measured is not measured again."""
     monkeypatch.setattr(
         Workers, "run", lambda self, call, *given, device="cpu": {"status": "ok", **call(*given)}
     )
@@ -23,7 +24,7 @@ def test_demo(tmp_path, monkeypatch, capsys):
     text.write_text("the quick brown fox jumps over the lazy dog; " * 60)
     out.mkdir()
     (out / "results.jsonl").write_text("earlier")
-    demo(path, text, ["longformer"], out, quick=True, as_json=False)
+    demo(path, text, ["longformer"], out, quick=True, fresh=True, as_json=False)
     printed = capsys.readouterr().out
     rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     costs = [row for row in rows if row["kind"] == "cost"]
@@ -38,5 +39,8 @@ def test_demo(tmp_path, monkeypatch, capsys):
     assert "ms @256" in printed
     assert f"Report:  {out}" in printed
     assert (out / "results.jsonl.old").read_text() == "earlier"
+    monkeypatch.setattr(Workers, "run", lambda *given, **named: pytest.fail("it was measured"))
+    demo(path, text, ["longformer"], out, quick=True, as_json=True)
+    assert json.loads(capsys.readouterr().out) == rows
     pictures = {x.stem for x in (out / "pictures").glob("*.png")}
     assert {"time-cpu-model-decode", "memory-cpu-model-decode"} <= pictures

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import attnzoo
 from attnzoo.compare.maps import difference, make_maps, write_maps
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.heads import entropy
+from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.spec import AttentionSpec
 
 
@@ -23,7 +25,12 @@ def test_entropy_and_difference():
 def found():
     return {
         name: make_maps(
-            "embedded", AttentionSpec(name, **options), text=None, layer=2, head=3, tokens=96
+            embedded_model_path(),
+            AttentionSpec(name, **options),
+            text=None,
+            layer=2,
+            head=3,
+            tokens=96,
         )
         for name, options in (("flash", {}), ("longformer", {"window": 16}), ("linear", {}))
     }
@@ -66,13 +73,18 @@ def test_written_files(found, tmp_path):
     [
         ({"layer": 4}, "one of 0 to 3"),
         ({"head": 4}, "0 to 3"),
-        ({"tokens": 1}, "2 or more"),
-        ({"model": "nowhere", "text": "x"}, "no saved model"),
+        ({"model": Path("nowhere")}, "no saved model"),
         ({"text": "nowhere.txt"}, "cannot be read"),
     ],
 )
 def test_mistakes(given, message, tmp_path):
-    options = {"model": "embedded", "text": None, "layer": 0, "head": 0, "tokens": 8} | given
+    options = {
+        "model": embedded_model_path(),
+        "text": None,
+        "layer": 0,
+        "head": 0,
+        "tokens": 8,
+    } | given
     if options["text"]:
         options["text"] = tmp_path / options["text"]
     model = options.pop("model")
@@ -97,7 +109,7 @@ def test_the_map_of_an_encoder_is_that_of_the_stock_model(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on a mat " * 9)
     spec = AttentionSpec("longformer", window=2)
-    found = make_maps(str(tmp_path), spec, text=text, layer=1, head=2, tokens=20)
+    found = make_maps(tmp_path, spec, text=text, layer=1, head=2, tokens=20)
     assert found.tokens[:3] + found.tokens[-1:] == ["[CLS]", "the", "cat", "[SEP]"]
     model.set_attn_implementation("eager")
     ids = tokenizer.convert_tokens_to_ids(found.tokens)

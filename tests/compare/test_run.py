@@ -18,16 +18,25 @@ from transformers import (
 
 import attnzoo
 from attnzoo.commands.compare import parse_lengths
-from attnzoo.compare import run as run_module
 from attnzoo.compare.report import group_curves, qualities, quality_table, unable, write_report
 from attnzoo.compare.run import (
     CompareConfig,
+    check,
     compare,
     missing_quality,
     read_model_info,
 )
-from attnzoo.compare.workers import FAILED, OK, OUT_OF_MEMORY, REFUSED, TIMED_OUT, Workers
+from attnzoo.compare.workers import (
+    FAILED,
+    OK,
+    OUT_OF_MEMORY,
+    REFUSED,
+    TIMED_OUT,
+    Workers,
+    measure_quality,
+)
 from attnzoo.errors import AttnzooError, SpecError
+from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.evaluation.results import FILE, append, read
 from attnzoo.evaluation.rows import require_finite
 from attnzoo.spec import AttentionSpec
@@ -74,9 +83,8 @@ def in_process(monkeypatch):
 def compare_config(model, out, **given):
     """Return a plan that takes little time."""
     specs = [AttentionSpec("flash"), AttentionSpec("linear")]
-    base = {"lengths": [64, 128, 256], "specs": specs, "tokens": 256, "threads": 1}
-    base |= {"min_run_time": 0.02}
-    return CompareConfig(model=str(model), out=out, **(base | given))
+    base = {"lengths": [64, 128, 256], "specs": specs, "tokens": 256, "min_run_time": 0.02}
+    return CompareConfig(model=read_model_info(model), out=out, **(base | given))
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +107,7 @@ def test_every_case_has_a_row(measured):
     assert all(row["status"] == OK and row["median_ms"] > 0 < row["peak_bytes"] for row in cost)
     assert {row["B"] for row in cost if row["T"] == 64} == {4}  # of 256 tokens
     assert {row["exact"] for row in cost if row["attention"] == "flash"} == {True}
-    written = {row["key"]: row for row in read(config.out / FILE)}  # the last one of each case
-    assert written == {row["key"]: row for row in rows}
+    assert read(config.out / FILE) == rows
 
 
 def test_approximations_are_timed_beside_exact_attention(measured):
@@ -159,8 +166,7 @@ def test_a_second_run_measures_nothing(measured, monkeypatch):
         raise AssertionError("it was measured already")
 
     monkeypatch.setattr(Workers, "run", fails)
-    again = compare(config)
-    assert sorted(row["key"] for row in again) == sorted(row["key"] for row in rows)
+    assert compare(config) == rows
 
 
 def test_an_interrupted_run_is_resumed(llama, tmp_path, monkeypatch):
@@ -227,7 +233,7 @@ def test_an_encoder_is_measured(text, in_process, tmp_path):
     assert judged["flash"]["cosine"] == pytest.approx(1, abs=1e-3)
     assert judged["flash"]["least"] > judged["linear"]["cosine"]
     assert quality_table(rows).columns == ["attention", "cosine @64", "cosine @128", "least"]
-    assert write_report(config.out, rows, "forward").stat().st_size > 20_000
+    assert write_report(config.out, rows).stat().st_size > 20_000
     status = {(row["kind"], row["T"], row["attention"]): row["status"] for row in rows}
     assert status["cost", 128, "flash"] == status["cost", 128, "linear"] == OK
     (refused,) = (r for r in rows if (r["T"], r["attention"]) == (256, "flash"))
@@ -243,7 +249,7 @@ def test_an_encoder_is_measured(text, in_process, tmp_path):
 
 def test_what_fails_is_a_status():
     """Calls functions of libraries, because another process cannot import this file."""
-    workers = Workers(threads=1, timeout=3, memory_bytes=3 * 2**30)
+    workers = Workers(timeout=3, memory_bytes=3 * 2**30)
     assert workers.run(dict, [("sum", 10)]) == {"status": OK, "sum": 10}
     assert workers.run(time.sleep, 60)["status"] == TIMED_OUT
     assert workers.run(torch.ones, 2**31)["status"] == OUT_OF_MEMORY
@@ -316,22 +322,59 @@ def test_fresh_moves_the_old_file(llama, in_process, tmp_path):
     assert len(read(tmp_path / FILE)) == 2
 
 
-def test_results_of_another_model_are_refused(llama, tmp_path, measured):
-    config, _ = measured
-    with pytest.raises(SpecError, match="another model"):
-        compare(compare_config("embedded", config.out, quality=False))
-
-
 def test_other_weights_are_another_model(llama, tmp_path):
     model = LlamaForCausalLM.from_pretrained(llama)
-    found = [read_model_info(str(llama)).sha]
+    found = [read_model_info(llama).sha]
     for name, change in (("same", 0.0), ("trained", 1e-3)):
         with torch.no_grad():
             model.lm_head.weight += change
         model.save_pretrained(tmp_path / name)
         (tmp_path / name / "config.json").write_bytes((llama / "config.json").read_bytes())
-        found.append(read_model_info(str(tmp_path / name)).sha)
+        found.append(read_model_info(tmp_path / name).sha)
     assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        {"text": "other"},
+        {"quality_length": 128},
+        {"lengths": [64]},
+        {"dtype": "bfloat16"},
+        {"tokens": 512},
+        {"min_run_time": 0.01},
+        {"timeout": 7.0},
+        {"mode": "decode"},
+        {"model": "model"},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_a_report_has_the_rows_of_one_request(llama, text, tmp_path, monkeypatch, first):
+    """Rows of other data, lengths, types or limits in the folder are neither used nor shown."""
+
+    def run(self, function, case, *given, device="cpu"):
+        if function is measure_quality:
+            measured = {"rows": [1.0] * len(given[1].rows), "bits_per_byte": 1.0}
+            return {"status": OK, "unigram_bits_per_byte": 99.0, **measured}
+        good = {"median_ms": 1.0, "min_ms": 1.0, "spread": 0.0, "peak_bytes": 1}
+        return {"status": OK, "kept_bytes": None, **good}
+
+    monkeypatch.setattr(Workers, "run", run)
+    (tmp_path / "other").write_text(text.read_text().replace("line", "word"))
+    model = LlamaForCausalLM.from_pretrained(llama)
+    model.config.rms_norm_eps = 1e-5
+    model.save_pretrained(tmp_path / "model")
+    ByT5Tokenizer().save_pretrained(tmp_path / "model")
+    given = {"lengths": [64, 256], "text": text, "quality_length": 256, "levels": ["op"]}
+    changed = {"model": llama, **given, **first}
+    paths = {"other": tmp_path / "other", "model": tmp_path / "model"}
+    changed = {name: paths[x] if x in ("other", "model") else x for name, x in changed.items()}
+    before = compare(compare_config(out=tmp_path, **changed))
+    alone = compare(compare_config(llama, tmp_path / "alone", **given))
+    rows = compare(compare_config(llama, tmp_path, **given))
+    assert rows == alone != before
+    assert set(qualities(rows)) == {x["attention"] for x in rows if x["kind"] == "quality"}
+    assert read(tmp_path / FILE) == before + [row for row in rows if row not in before]
 
 
 def test_a_folder_that_cannot_be_written(llama, tmp_path):
@@ -360,12 +403,13 @@ def test_a_full_disk_keeps_whole_rows(tmp_path):
 
 
 def test_why_no_quality_is_measured(llama, text):
-    info = read_model_info(str(llama))
-    given = compare_config(llama, None)
-    assert missing_quality(given, info) == "give --data a file in the model's language"
-    assert missing_quality(compare_config(llama, None, text=text), info) == ""
-    assert "not requested" in missing_quality(compare_config(llama, None, quality=False), info)
-    assert missing_quality(compare_config("embedded", None), info) == ""
+    for model, given, reason in (
+        (llama, {}, "give --data a file in the model's language"),
+        (llama, {"text": text}, ""),
+        (llama, {"quality": False}, "it was not requested"),
+        (embedded_model_path(), {}, ""),
+    ):
+        assert missing_quality(compare_config(model, None, **given)) == reason
 
 
 @pytest.mark.parametrize(
@@ -374,6 +418,7 @@ def test_why_no_quality_is_measured(llama, text):
         ({"mode": "decoed"}, "Did you mean 'decode'"),
         ({"levels": ["opp"]}, "Did you mean 'op'"),
         ({"dtype": "float33"}, "float33"),
+        ({"dtype": "int8"}, "No dtype of weights is called 'int8'"),
         ({"devices": ["cuda"]}, "no CUDA"),
         ({"devices": ["tpu"]}, "No device is called 'tpu'"),
         ({"devices": []}, "No device is called ''"),
@@ -404,9 +449,10 @@ def test_a_model_without_a_head_does_not_decode(llama, tmp_path):
         compare(compare_config(tmp_path / "base", tmp_path / "out", mode="decode"))
 
 
-def test_exact_attention_is_added_where_none_was_named(llama):
-    info = read_model_info(str(llama))
-    specs, _ = run_module.check(compare_config(llama, None, specs=[AttentionSpec("linear")]), info)
+@pytest.mark.parametrize("names", [["linear"], ["linear", "flash", "linear"]])
+def test_exact_attention_comes_first(llama, names):
+    """It is the baseline of the others; an attention is measured once."""
+    specs, _ = check(compare_config(llama, None, specs=[AttentionSpec(x) for x in names]))
     assert [spec.default.backend for spec in specs] == ["flash", "linear"]
 
 

@@ -120,7 +120,7 @@ def test_all_that_count_bytes_give_those_allocated(half, name, length, monkeypat
     found = {
         "plan": sum(saved_cache_bytes(half, spec, length).values()),
         "memory": attnzoo.estimate_memory(half, spec, length=length).cache,
-        "compare": cache_size(case, read_model_info(str(half))),
+        "compare": cache_size(case, read_model_info(half)),
         "equal memory": equal_window(half, spec, length).swap_bytes,
     }
     assert found == dict.fromkeys(found, allocated(half, spec, length))
@@ -199,6 +199,16 @@ def test_a_cache_of_all_keys_is_softmax(folder):
     found = equal_window(folder, AttentionSpec("reformer", chunk_size=4), 60)
     assert set(found.windows.values()) == {None}
     assert not found.widest
+
+
+def test_the_equal_of_a_window_is_itself(folder):
+    for name, options, size in (
+        ("flash", {"window": 17}, 17),
+        ("flash", {"window": 9, "num_sinks": 4}, 13),
+        ("softmax", {"window": 60}, 0),
+        ("longformer", {"window": 21}, 21),
+    ):
+        assert equal_window(folder, AttentionSpec(name, **options), 60).widest == size
     short = equal_window(folder, AttentionSpec("longformer", window=64), 32)
     assert not short.widest
 

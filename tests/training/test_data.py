@@ -96,7 +96,7 @@ def test_local_files_are_read_without_requests_to_the_hub(tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("absent", None, r"absent' cannot be read: there is no such file'"),
+        ("absent", None, r"no file or folder '.*absent'"),
         ("owner/no-such-data-set", None, "no such data set of the Hub"),
         ("blank.txt", b" \n", "There is no text in"),
         ("latin.txt", b"abc\xff\xfe", r"latin\.txt' cannot be read: .*0xff in position 3"),

@@ -14,7 +14,7 @@ import transformers as hf
 
 import attnzoo
 from attnzoo.cli import main
-from attnzoo.compare.run import CompareConfig, Workers, compare
+from attnzoo.compare.run import CompareConfig, Workers, compare, read_model_info
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.corpus import string_tokenizer
 from attnzoo.evaluation.generation import (
@@ -215,7 +215,13 @@ def test_commands_with_a_text_measure_documents(data, gpt2, attnzoo_command, tmp
         Workers, "run", lambda self, call, *given, device="cpu": {"status": "ok", **call(*given)}
     )
     config = CompareConfig(
-        **{"model": str(gpt2), "lengths": [8], "levels": ["op"], "out": tmp_path, "text": data},
+        **{
+            "model": read_model_info(gpt2),
+            "lengths": [8],
+            "levels": ["op"],
+            "out": tmp_path,
+            "text": data,
+        },
         **{"specs": [WINDOW], "quality_length": 160, "min_run_time": 0.01},
     )
     measured = {x["attention"]: x for x in compare(config) if x["kind"] == "quality"}
