@@ -180,8 +180,9 @@ def test_long_inputs_follow_from_short_ones(configs, monkeypatch, attention):
     monkeypatch.setattr(memory, "SHORTEST", 64)
     model = estimator(configs / "llama", attention)
     assert model.sampled == (64, 128, 256)
+    found = model.at(700).to_dict()
     for name, exact in model.compute(700).to_dict().items():
-        assert model.at(700).to_dict()[name] == pytest.approx(exact, rel=0.03), name
+        assert found[name] == pytest.approx(exact, rel=0.03), name
     windows = estimator(configs / "llama", "longformer", options={"window": 32})
     assert windows.sampled == (128, 256, 512)
 
