@@ -18,8 +18,7 @@ from attnzoo.hf.attention.call import add_hook, layer_backend
 from attnzoo.hf.configs import has_field, read_field
 from attnzoo.hf.extras import layer_names, warn
 from attnzoo.hf.layers import AttentionLayer, attention_layers, has_image_mask
-from attnzoo.hf.models.documents import add_document_hooks, remove_document_hooks
-from attnzoo.hf.models.row_positions import add_position_hooks, remove_position_hooks
+from attnzoo.hf.models.rows import update_row_hooks
 from attnzoo.hf.names import IN_SWAPPED, NAME
 from attnzoo.hf.release_check import require_working_release
 from attnzoo.registry import build_backend
@@ -174,8 +173,7 @@ def detach(model: nn.Module) -> None:
             vars(module).pop("_attnzoo_hook").remove()
             vars(module).pop("_attnzoo_arguments", None)
             del module.attnzoo
-    remove_position_hooks(model)
-    remove_document_hooks(model)
+    update_row_hooks(model)
 
 
 def config_spec(model: PreTrainedModel) -> Any:
@@ -204,7 +202,7 @@ def attach_when_built(model: PreTrainedModel, outer: Any) -> None:
     implementation = model.config._attn_implementation
     if data is None and implementation != NAME:
         if any(has_field(inner, NAME) for inner in seam.sub_configs(model.config).values()):
-            add_position_hooks(model)  # for a submodel with a swap of its own
+            update_row_hooks(model)  # for a submodel with a swap of its own
         return
     require_working_release()
     if outer is not None:
@@ -228,8 +226,7 @@ def attach_when_built(model: PreTrainedModel, outer: Any) -> None:
         backends = build_backends(model, rest, spec)
         warn_of_image_masks(model, rest, backends)
         attach(rest, backends)
-        add_position_hooks(model)
-        add_document_hooks(model)
+        update_row_hooks(model)
     if implementation == NAME:
         write_config(model.config, spec)
 

@@ -25,8 +25,7 @@ from attnzoo.hf.attach import (
 )
 from attnzoo.hf.extras import carry_over
 from attnzoo.hf.layers import AttentionLayer, attention_layers, unwrap_model
-from attnzoo.hf.models.documents import add_document_hooks
-from attnzoo.hf.models.row_positions import add_position_hooks
+from attnzoo.hf.models.rows import update_row_hooks
 from attnzoo.hf.models.speed_up import remove_speed_up
 from attnzoo.hf.names import IN_SWAPPED, NAME
 from attnzoo.hf.release_check import require_working_release
@@ -102,7 +101,7 @@ def swap(
     with unchanged_on_error(target):
         for submodel, spec, layers, backends in swaps:
             _install(submodel, spec, layers, backends)
-        add_position_hooks(target)
+        update_row_hooks(target)
         update_classes(target)
     return model
 
@@ -151,7 +150,6 @@ def _install(
     for config in seam.all_configs(target):
         _clear(config)  # this spec replaces those of submodels
     attach(layers, backends)
-    add_document_hooks(target)
     write_config(target.config, spec)
     seam.set_implementation(target, NAME, (layer.module for layer in layers))
 

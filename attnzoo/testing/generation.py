@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnzoo.contract.backend import AttentionBackend
 from attnzoo.hf import seam
-from attnzoo.hf.models.row_positions import has_rotary_positions, takes_positions
+from attnzoo.hf.models.rows import has_rotary_positions, takes_positions
 from attnzoo.hf.seam import cache_argument, output_cache
 from attnzoo.testing.trial import Broken, ConformanceError
 

@@ -27,7 +27,7 @@ from attnzoo.errors import UnsupportedError
 from attnzoo.hf.attention.call import layer_backend
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.masks import make_mask
-from attnzoo.hf.models.row_positions import has_rotary_positions
+from attnzoo.hf.models.rows import has_rotary_positions
 from attnzoo.hf.names import NAME
 from tools.family_sweep.build import Family, NotBuiltError, attempt, make_model
 from tools.family_sweep.check import (

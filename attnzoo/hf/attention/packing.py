@@ -183,16 +183,29 @@ def join_starts(starts: dict[str, Tensor], is_compared: Tensor | bool) -> Tensor
     return union
 
 
-def add_position_starts(
-    starts: dict[str, Tensor], positions: Tensor, is_compared: Tensor | bool
-) -> None:
-    """Add to ``starts`` where positions do not go up by 1; such that all do say nothing.
+def packed_starts(
+    packing: Packing, positions: Tensor | None, real: Tensor | None, shape: tuple[int, int]
+) -> tuple[Tensor, Tensor | bool]:
+    """Return the tokens after the first that begin a sequence, ``[B, T - 1]``, and which agree.
 
     Args:
-        starts: The tokens that begin a sequence by each packing argument, one at least.
-        positions: ``[B or 1, T]``.
-        is_compared: As in :func:`join_starts`.
+        packing: The packing arguments, one at least.
+        positions: Positions, ``[B or 1, T]``, which agree where they do not go up by 1 anywhere.
+        real: False at padding, ``[B, T]``.
+        shape: B and T.
     """
+    starts, is_compared = packing.starts(shape[1]), packing.is_before_end(shape[1])
+    if real is not None:
+        is_compared = is_compared & (real[:, 1:] & real[:, :-1])
+    if positions is not None:
+        _add_position_starts(starts, positions, is_compared)
+    return join_starts(starts, is_compared).expand(shape[0], -1), is_compared
+
+
+def _add_position_starts(
+    starts: dict[str, Tensor], positions: Tensor, is_compared: Tensor | bool
+) -> None:
+    """Add to ``starts`` where positions do not go up by 1; such that all do say nothing."""
     steps = (positions.diff(dim=1) != 1) & is_compared
     if not values_are_known(steps):
         starts["position_ids"] = steps | (~steps.any() & join_starts(starts, False))

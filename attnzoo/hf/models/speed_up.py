@@ -27,7 +27,7 @@ from attnzoo.contract.states import DeltaState, LinearState
 from attnzoo.errors import SpecError, UnsupportedError
 from attnzoo.hf import seam
 from attnzoo.hf.layers import unwrap_model
-from attnzoo.hf.models.documents import add_document_hooks, remove_document_hooks
+from attnzoo.hf.models.rows import update_row_hooks
 from attnzoo.hf.release_check import require_working_release
 from attnzoo.hf.unchanged import unchanged_on_error
 from attnzoo.ops.convolution import causal_convolution
@@ -94,7 +94,7 @@ def _replace_layers(model: PreTrainedModel) -> bool:
             )
         setattr(layer, _slot(layer), FastForward(layer))
     if layers:
-        add_document_hooks(model, sped_up=True)
+        update_row_hooks(model, sped_up=True)
     return bool(layers)
 
 
@@ -106,7 +106,7 @@ def remove_speed_up(model: nn.Module) -> bool:
             del layer.forward
         else:
             vars(layer)["_old_forward"] = types.MethodType(type(layer).forward, layer)
-    remove_document_hooks(model, sped_up=True)
+    update_row_hooks(model, sped_up=False)
     return bool(layers)
 
 

@@ -16,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import attnzoo
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf import seam
-from attnzoo.hf.models.documents import PACKED_HYBRIDS
+from attnzoo.hf.models.rows import PACKED_HYBRIDS
 from attnzoo.hf.seam import cache_argument, output_cache
 from tests.helpers import run_torch_functions
 from tools.family_sweep.configs import shrink

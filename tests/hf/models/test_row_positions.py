@@ -13,7 +13,7 @@ from attnzoo.backends.feature_maps.base import FEATURE_MAPS
 from attnzoo.backends.gates.decays import GATES
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf import seam
-from attnzoo.hf.models.row_positions import PositionHook, documents_of
+from attnzoo.hf.models.rows import RowHook, documents_of
 from attnzoo.registry import available_backends
 from tests.helpers import MODEL_SIZES, redrawn, tiny_llama, tiny_llama_config
 from tools.family_sweep.build import make_model
@@ -197,7 +197,7 @@ def test_given_positions_stay(rows):
     """Those of M-RoPE have three or four rows."""
     ids, mask = rows
     model = attnzoo.swap(redrawn(qwen2_vl()).model.language_model, "linear")
-    hook = next(x for x in model._forward_pre_hooks.values() if isinstance(x, PositionHook))
+    hook = next(x for x in model._forward_pre_hooks.values() if isinstance(x, RowHook))
     positions = torch.arange(14).expand(3, 2, -1)
     given = {"input_ids": ids, "attention_mask": mask}
     assert hook(model, (), {**given, "position_ids": positions}) is None

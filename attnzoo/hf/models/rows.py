@@ -1,4 +1,4 @@
-"""Positions of rows: from the mask where none are given, and documents where they begin again.
+"""Positions and documents of rows: a pre-hook of a model reads them once for all of its layers.
 
 The result of softmax depends on differences of rotary positions only. That of feature maps and of
 convolutions depends on the positions themselves, so that the output of a row would depend on how
@@ -6,7 +6,8 @@ much padding precedes it. ``generate`` passes positions; classification heads, e
 log-probabilities of trainers pass only a mask.
 
 transformers reads packed documents from positions only without a mask and without a cache, its
-flash attention also beside a mask of ones.
+flash attention also beside a mask of ones. Recurrent layers read them from ``seq_idx`` or
+``cu_seq_lens_q``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import inspect
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnzoo.contract.masks import AttentionMask
@@ -23,71 +25,186 @@ from attnzoo.contract.padding import values_are_known
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf import seam
 from attnzoo.hf.attention.call import ModelHook, layer_backend
-from attnzoo.hf.attention.packing import (
-    Packing,
-    add_position_starts,
-    join_starts,
-    restarting_positions,
-)
-from attnzoo.hf.models.documents import keeps_cache, refuse_rows, restarts
+from attnzoo.hf.attention.packing import Packing, packed_starts, restarting_positions
+from attnzoo.hf.configs import read_field
 from attnzoo.hf.models.positions import TABLE_NAMES
 from attnzoo.hf.names import NAME
 
 # What models read that make positions from the mask, or from images
 OWN_POSITIONS = frozenset({"cumsum", "get_rope_index", "compute_3d_position_ids"})
 FIRST_POSITION = {"paligemma": 1}  # where it is not 0
-_HANDLE = "_attnzoo_positions"  # attribute of hooked models
+_HANDLE = "_attnzoo_rows"  # attribute of hooked models: the hook, and its handle
 TAKES_NONE = (
     "{name} counts positions from the start of the row and takes no position_ids, so rows of "
     "several documents are not supported; pass one document a row"
 )
 ADVICE = "pass neither attention_mask, if all tokens are real, nor a cache (use_cache=False)"
+# Models that pass the borders of documents to all layers that mix tokens, if `speed_up` runs their
+# recurrent layers; and those of them that make masks without regard to positions
+PACKED_HYBRIDS = frozenset(
+    {
+        *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear"),
+        *("bailing_hybrid", "granitemoehybrid", "bamba", "nemotron_h", "falcon_h1", "zamba2"),
+        "lara_mini",
+    }
+)
+MASKS_WITHOUT_POSITIONS = frozenset({"granitemoehybrid"})
+MASKED_IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", NAME)  # whose layers get masks
+PACKED_IN_GRAPH = (
+    "position_ids begin again inside of a row, and this compiled model supports one document a row "
+    "there; call attnzoo.speed_up(model), and pass use_cache=False and no attention_mask"
+)
+DECODED_PADDING = (
+    "is a single token of padding (attention_mask is 0), for which recurrent layers have no mask; "
+    "leave these rows out of the batch, or pass all tokens of the padded prompt in one call"
+)
 
 
-class PositionHook(ModelHook):
-    """A forward pre-hook on a model that adds positions, or the documents that they separate.
+def update_row_hooks(model: nn.Module, *, sped_up: bool | None = None) -> None:
+    """Register the hook on the models in ``model`` whose layers need it, and remove it from others.
+
+    Those are models with swapped layers that count positions, make masks, or know packed sequences,
+    and models with recurrent layers beside swapped ones, or that are sped up.
+
+    Args:
+        model: The model.
+        sped_up: Whether its recurrent layers read the borders; ``None`` leaves it as it is.
+    """
+    backends = ((module, layer_backend(module)) for module in model.modules())
+    swapped = [(x, backend) for x, backend in backends if backend is not None]
+    models = seam.pretrained_models(model)
+    recurrent = {x for x in models if seam.has_recurrent_layers(x)}
+    for owner in models:
+        hook, handle = vars(owner).pop(_HANDLE, (None, None))
+        if handle is not None:
+            handle.remove()
+        reads = (hook is not None and hook.sped_up) if sped_up is None else sped_up
+        inner = set(owner.modules())
+        found = [(x, backend) for x, backend in swapped if x in inner]
+        serves = found and (takes_positions(owner) or _serves_layers(owner, [x for x, _ in found]))
+        if serves or (owner in recurrent and (found or reads)):
+            encloses = not inner.isdisjoint(recurrent - {owner})
+            hook = RowHook(owner, found if serves else [], encloses=encloses)
+            hook.sped_up = reads
+            handle = owner.register_forward_pre_hook(hook, with_kwargs=True)
+            vars(owner)[_HANDLE] = hook, handle
+
+
+class RowHook(ModelHook):
+    """A forward pre-hook on a model that gives its layers positions and documents, or refuses.
 
     It reads the borders of documents once per call, from the packing arguments and the positions,
     which must agree.
 
     Args:
         model: The model.
-        layers: The backends of its layers.
-        config: Of a swapped layer; says whether the swap runs.
+        layers: Its swapped layers, whose positions the hook serves, and their backends.
+        encloses: Whether the model only calls another with recurrent layers, whose hook refuses
+            what it cannot do; some models do not pass all arguments on.
+
+    Attributes:
+        sped_up: Whether the recurrent layers read the borders.
     """
 
     reads = (*seam.ATTENTION_MASK, "position_ids", *Packing._fields)
+    groups = ("input_ids", "inputs_embeds"), seam.ATTENTION_MASK, ("position_ids",)
 
-    def __init__(self, model: Any, layers: list[Any], config: Any) -> None:
+    def __init__(self, model: Any, layers: list[Any], *, encloses: bool = False) -> None:
         super().__init__(type(model).forward)
+        self.encloses, self.sped_up = encloses, False
+        self.recurrent = seam.has_recurrent_layers(model)
         signature = inspect.signature(inspect.unwrap(type(model).forward))
         self.passes_on = any(x.kind is x.VAR_KEYWORD for x in signature.parameters.values())
         self.takes_positions = "position_ids" in self.names
-        self.config = config
+        self.config = layers[0][0].config if layers else None  # says whether the swap runs
         # Whether to count positions from the first real token of each row, if none are given.
         # Learned embeddings differ between families and keep the model's own.
-        exact = all(backend.capabilities.exact for backend in layers)
+        exact = all(backend.capabilities.exact for _, backend in layers)
         self.counts = takes_positions(model) and not exact and has_rotary_positions(model)
         self.absolute = self.counts or has_position_table(model)
-        self.causal = any(backend.geometry.causal for backend in layers)
+        self.causal = any(backend.geometry.causal for _, backend in layers)
         self.mask_reads_positions = _mask_reads_positions(model)
-        self.recurrent = seam.has_recurrent_layers(model)  # a DocumentHook serves all its layers
         self.first = first_position(model)
 
-    def change(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def change(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return other arguments; ``None`` leaves them as they are."""
-        groups = ("input_ids", "inputs_embeds"), seam.ATTENTION_MASK, ("position_ids",)
-        tokens, mask, positions = self.find(args, kwargs, *groups)
-        if tokens is None or self.config._attn_implementation != NAME:
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        changed = self._separate(model, given) if self.recurrent else None
+        if self.config is not None and self.config._attn_implementation == NAME:
+            given = given if changed is None else changed
+            new = self._place(model, given)
+            changed = changed if new is None else given | new
+        return None if changed is None else ((), changed)
+
+    def _separate(self, model: Any, given: dict[str, Any]) -> dict[str, Any] | None:
+        """Return arguments that give all layers, on a CPU, the same documents; else ``None``."""
+        tokens, mask, positions = self.find((), given, *self.groups)
+        runs = self.sped_up or model.config._attn_implementation == NAME
+        if tokens is None or tokens.device.type != "cpu" or not runs:
+            return None
+        family = model.config.get_text_config().model_type
+        if self.encloses and family in PACKED_HYBRIDS:
+            return None
+        packing = Packing(*map(given.get, Packing._fields))
+        if tokens.shape[1] == 1:
+            positions = None
+            if self.sped_up and isinstance(mask, Tensor) and mask.ndim == 2:
+                refuse_rows(~mask[:, -1].bool(), DECODED_PADDING)
+        if not packing.given() and positions is None:
+            return None
+        cache = self.cache((), given)
+        reason = self._unsupported_reason(model)
+        starts = document_starts(
+            packing,
+            _text_positions(positions),
+            mask,
+            (tokens.shape[0], tokens.shape[1]),
+            keeps_cache=cache is not None or keeps_cache(model, given),
+            one_each=bool(reason),
+        )
+        if starts is None and not packing.given():
+            return None
+        given = {name: x for name, x in given.items() if name not in Packing._fields}
+        if starts is None:
+            return given
+        if cache is not None or given.get("use_cache"):
+            reason = "a cache is given or requested, and no call can continue from packed rows"
+        if reason:
+            raise UnsupportedError(
+                f"rows of several documents are not supported here: {reason}. Call the model with "
+                "use_cache=False, or with one document a row"
+            )
+        text = restarting_positions(starts, _text_positions(positions))
+        given |= {"use_cache": False, "attention_mask": None}
+        given["seq_idx"] = F.pad(starts.int().cumsum(1, dtype=torch.int32), (1, 0))
+        if "position_ids" in self.names:
+            mrope = positions is not None and positions.ndim == 3
+            given["position_ids"] = torch.cat([text[None], positions[-3:]]) if mrope else text
+        if family in MASKS_WITHOUT_POSITIONS:
+            given["attention_mask"] = seam.document_masks(model, text)
+        return given
+
+    def _unsupported_reason(self, model: Any) -> str:
+        """Return why the layers of a model cannot get borders, or ``""``."""
+        config = model.config
+        if config.get_text_config().model_type not in PACKED_HYBRIDS:
+            return f"not all layers of {type(model).__name__} would get them"
+        if not self.sped_up:
+            return "the recurrent layers would mix them; call attnzoo.speed_up(model) first"
+        if config._attn_implementation not in MASKED_IMPLEMENTATIONS:
+            return f"attn_implementation={config._attn_implementation!r} gets no mask on a CPU"
+        return ""
+
+    def _place(self, model: nn.Module, given: dict[str, Any]) -> dict[str, Tensor] | None:
+        """Return the positions, or the documents, that swapped layers need beside what is given."""
+        tokens, mask, positions = self.find((), given, *self.groups)
+        if tokens is None:
             return None
         padding = None if mask is None else _padding_of(mask)
-        cache = self.cache(args, kwargs)
+        cache = self.cache((), given)
         if isinstance(cache, seam.PagedAttentionCache):
             return None  # continuous batching passes positions, and where each request begins
         past = 0 if cache is None else cache.get_seq_length()
-        given = dict(zip(self.names, args, strict=False)) | kwargs
         if positions is not None:
             if positions.ndim == 3 and positions.shape[0] == 1:
                 raise UnsupportedError(
@@ -96,18 +213,18 @@ class PositionHook(ModelHook):
                 )
             if self.counts and not isinstance(past, Tensor) and not past:
                 _refuse_shared_positions(padding, positions, tokens.shape[0])
-        packing, new = Packing(*map(kwargs.get, Packing._fields)), None
+        packing = Packing(*map(given.get, Packing._fields))
         is_packed = not (packing[0] is packing[1] is packing[2] is None)
         if is_packed and not self.recurrent and not (packing.has_lengths and _is_later(past)):
             made = self._positions_of(model, packing, positions, padding, tokens)
             if made is not None and not _is_later(past):  # the layers refuse borders there
-                return (), given | {"position_ids": made}
+                return {"position_ids": made}
         if positions is not None:
             if is_packed or self.recurrent or isinstance(past, Tensor) or past:
                 return None
             has_cache = cache is not None or keeps_cache(model, given)
-            new = self._documents_of(model, positions, mask, has_cache)
-        elif self.counts and padding is not None:
+            return self._documents_of(model, positions, mask, has_cache)
+        if self.counts and padding is not None:
             if not self.takes_positions:
                 refuse_rows(
                     _starts_with_padding(padding),
@@ -115,8 +232,8 @@ class PositionHook(ModelHook):
                     "and counts from the start of the row; pad on the right",
                 )
                 return None
-            new = {"position_ids": row_positions(padding, tokens, past) + self.first}
-        return None if new is None else ((), given | new)
+            return {"position_ids": row_positions(padding, tokens, past) + self.first}
+        return None
 
     def _positions_of(
         self,
@@ -133,14 +250,10 @@ class PositionHook(ModelHook):
         batch, tokens = x.shape[:2]
         if packing.shape_reasons(batch, tokens):
             return None  # the layers refuse the call with all its reasons
-        starts, is_compared = packing.starts(tokens), packing.is_before_end(tokens)
         real = None if padding is None else padding[:, -tokens:].to(x.device).bool()
-        if real is not None:
-            is_compared = is_compared & (real[:, 1:] & real[:, :-1])
         flat = positions if positions is not None and positions.ndim == 2 else None
-        if flat is not None:
-            add_position_starts(starts, flat, is_compared)
-        union = join_starts(starts, is_compared).expand(batch, -1).to(x.device)
+        union, is_compared = packed_starts(packing, flat, real, (batch, tokens))
+        union = union.to(x.device)
         name = type(model).__name__
         if not self.takes_positions:
             if self.absolute:
@@ -328,26 +441,102 @@ def _names(argument: Any) -> tuple[Any, ...]:
     return argument if isinstance(argument, tuple) else (argument,)
 
 
-def add_position_hooks(model: nn.Module) -> None:
-    """Register the hook on the models in ``model`` that count positions or make masks.
+def keeps_cache(model: Any, given: dict[str, Any]) -> bool:
+    """Return whether a call without a cache creates one."""
+    found = given.get("use_cache")
+    checkpoints = getattr(model, "gradient_checkpointing", False) and model.training
+    default = read_field(model.config, "use_cache") and not checkpoints
+    return bool(default if found is None else found)
 
-    And on those whose own layers are swapped, which know packed sequences.
+
+def refuse_rows(wrong: Tensor, reason: str) -> None:
+    """Raise ``UnsupportedError`` if any row is ``wrong``, ``[B]``; a graph raises when it runs."""
+    if not values_are_known(wrong):
+        torch._assert_async(~wrong.any(), f"a row {reason}")
+    elif bool(wrong.any()):
+        rows = ", ".join(map(str, wrong.nonzero()[:, 0].tolist()))
+        raise UnsupportedError(f"row {rows} {reason}")
+
+
+def _text_positions(positions: Tensor | None) -> Tensor | None:
+    """Return positions in a text, ``[B or 1, T]``; with M-RoPE they are the first of four kinds."""
+    if positions is None or positions.ndim == 2:
+        return positions
+    return positions[0] if positions.ndim == 3 and positions.shape[0] == 4 else None
+
+
+def document_starts(
+    packing: Packing,
+    positions: Tensor | None,
+    mask: Any,
+    shape: tuple[int, int],
+    *,
+    keeps_cache: bool,
+    one_each: bool = False,
+) -> Tensor | None:
+    """Return the tokens after the first that begin a document, ``[B, T - 1]`` bool, or ``None``.
+
+    Runs of padding count as documents, so that rows of several need no other mask. With a cache or
+    a mask, ``positions [B or 1, T]`` that begin again at 0 begin a document; without, each step
+    that is not 1 does, as in the masks of transformers. ``one_each`` says that a compiled graph
+    supports only one document a row.
     """
-    remove_position_hooks(model)
-    backends = ((module, layer_backend(module)) for module in model.modules())
-    swapped = [(x, backend) for x, backend in backends if backend is not None]
-    for owner in seam.pretrained_models(model):
-        inner = set(owner.modules())
-        found: list[Any] = [(x, backend) for x, backend in swapped if x in inner]
-        layers = [module for module, _ in found]
-        if found and (takes_positions(owner) or _serves_layers(owner, layers)):
-            hook = PositionHook(owner, [backend for _, backend in found], layers[0].config)
-            vars(owner)[_HANDLE] = owner.register_forward_pre_hook(hook, with_kwargs=True)
+    given, (batch, tokens) = packing.given(), shape
+    real = mask[:, -tokens:].bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
+    if reasons := packing.shape_reasons(batch, tokens):
+        raise UnsupportedError(f"{' and '.join(given)}: {'; '.join(reasons)}")
+    known = values_are_known(*given.values(), *(x for x in (positions, real) if x is not None))
+    if mask is not None and (real is None or not known) and given:
+        raise UnsupportedError(
+            f"{' and '.join(given)} and an attention_mask are given, which must be [batch, tokens] "
+            "and, in a compiled call, missing; leave the attention_mask out"
+        )
+    if real is not None and known and bool(real.all()):
+        real = None
+    if given:
+        union, _ = packed_starts(packing, positions, real, shape)
+    elif positions is None:
+        return None
+    else:
+        by_steps = mask is None and not keeps_cache
+        found = positions.diff(dim=1) != 1 if by_steps else restarts(positions, real)
+        if not known and (one_each or not by_steps):
+            torch._assert_async(~found.any(), PACKED_IN_GRAPH)
+            return None
+        union = found.expand(batch, -1)
+    if not known:
+        return union
+    if not bool(union.any()):
+        return None
+    if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
+        raise UnsupportedError(
+            "position_ids begin again inside of a row, and the attention_mask is not [batch, "
+            "tokens], so recurrent layers do not know it; leave the attention_mask out"
+        )
+    return union if real is None else _with_padding(union, real)
 
 
-def remove_position_hooks(model: nn.Module) -> None:
-    """Remove the hooks of :func:`add_position_hooks`."""
-    for owner in seam.pretrained_models(model):
-        handle = vars(owner).pop(_HANDLE, None)
-        if handle is not None:
-            handle.remove()
+def restarts(positions: Tensor, real: Tensor | None) -> Tensor:
+    """Return where real tokens have position 0, in rows where this happens again, ``[B, T - 1]``.
+
+    Positions of padding on the left, of beams and trees do not count.
+    """
+    is_zero, is_later = positions == 0, positions > 0
+    if real is not None:
+        is_zero, is_later = is_zero & real, is_later & real
+    later = is_later.cumsum(1)[:, :-1] > 0
+    is_packed = (is_zero[:, 1:] & later).any(1) & (is_zero.sum(1) > 1)
+    return is_zero[:, 1:] & is_packed[:, None]
+
+
+def _with_padding(starts: Tensor, real: Tensor) -> Tensor:
+    """Return the starts of documents and of runs of padding, ``[B, T - 1]``."""
+    begins = real[:, 1:] & ~real[:, :-1]
+    goes_on = begins & (real.cumsum(1)[:, :-1] > 0) & ~starts
+    if bool(goes_on.any()):
+        row, token = goes_on.nonzero()[0].tolist()
+        raise UnsupportedError(
+            f"a document of row {row} goes on after padding, at token {token + 1}; put the padding "
+            "between or after the documents"
+        )
+    return starts | (real[:, 1:] != real[:, :-1])
