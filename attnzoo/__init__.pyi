@@ -15,7 +15,6 @@ from attnzoo.contract.inputs import AttentionInputs as AttentionInputs
 from attnzoo.contract.masks import AttentionMask as AttentionMask
 from attnzoo.contract.states import AttentionOutput as AttentionOutput
 from attnzoo.errors import SwapWarning as SwapWarning
-from attnzoo.evaluation.kernel_checks import check_kernels as check_kernels
 from attnzoo.evaluation.memory import estimate_memory as estimate_memory
 from attnzoo.hf.context_parallel import context_parallel as context_parallel
 from attnzoo.hf.describe import describe as describe

@@ -20,7 +20,6 @@ from attnzoo.compare.workers import (
     REFUSED,
     TIMED_OUT,
     Workers,
-    check_case_kernels,
     free_memory,
     measure_cost,
     measure_quality,
@@ -43,7 +42,6 @@ from attnzoo.report.output_path import check_folder
 from attnzoo.spec import AttentionSpec
 
 STOPS = {OUT_OF_MEMORY, TIMED_OUT}  # after these, longer cases of the attention are not run
-CHECK_SECONDS = 3600.0  # time limit of the checks of all GPU kernels
 PAIRED = 5  # calls of a baseline beside a case: a warm-up, one to estimate, three rounds
 QualityBatch = RecallEvalBatch | EmbeddingEvalBatch
 OnProgress = Callable[[str], None]
@@ -174,7 +172,7 @@ def compare(
     Args:
         config: Options of the comparison.
         on_progress: Called with what is measured now.
-        log: Called with why no quality is measured, and the verdicts about GPU kernels.
+        log: Called with why no quality is measured.
 
     Raises:
         AttnzooError: An option is invalid; nothing is measured then.
@@ -191,11 +189,6 @@ def compare(
         batch = make(Path(info.path), config.text, longest)
     cases = _cases(config, specs, devices)
     run = Comparison(config, info, on_progress)
-    if unchecked := _gpu_cases([x for x in cases if run.find(x) is None]):
-        on_progress("checking GPU kernels, up to a minute each, once")
-        patient = Workers(timeout=CHECK_SECONDS, memory_bytes=0)
-        for text in patient.run(check_case_kernels, unchecked, info).get("checks", ()):
-            log(text)
     if batch:
         if info.generates:
             specs = run.add_equal_windows(specs, batch.shape[1])
@@ -346,13 +339,6 @@ def _cases(
 def _place(case: CostCase) -> tuple[Any, ...]:
     """Return what cases that are compared have in common."""
     return case.device, case.level, case.mode, case.T, case.B, case.dtype
-
-
-def _gpu_cases(cases: Sequence[CostCase]) -> list[CostCase]:
-    """Return the shortest case of each attention on a GPU, at the first level."""
-    found = [case for case in cases if case.device == "cuda"]
-    found.sort(key=lambda case: (LEVELS.index(case.level), case.T))
-    return list({case.attention: case for case in reversed(found)}.values())
 
 
 def missing_quality(config: CompareConfig) -> str:

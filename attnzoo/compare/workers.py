@@ -22,7 +22,6 @@ from attnzoo.evaluation.generation import (
     measure_recall,
     with_reference,
 )
-from attnzoo.evaluation.kernel_checks import check_kernels
 from attnzoo.evaluation.process import WorkerError, WorkerProcess
 from attnzoo.evaluation.rows import NonFiniteError
 from attnzoo.evaluation.timing import measure, measure_beside
@@ -88,21 +87,6 @@ def measure_quality(
             generation = with_reference(batch.generation, model)
         generated = measure_generation(model, generation)
     return measure_recall(model, batch, info.trained_positions) | {"generation": generated}
-
-
-def check_case_kernels(cases: Sequence[CostCase], info: ModelInfo) -> Measured:
-    """Check the GPU kernels that cases need and that have no verdict yet; returns what was found.
-
-    A case that fails here is a row with the reason when it is measured.
-    """
-
-    def run_cases() -> None:
-        for case in cases:
-            with suppress(AttnzooError, RuntimeError):
-                prepare(case, info)()
-
-    checks = check_kernels(run_cases, log=lambda text: None)
-    return {"checks": [str(check) for check in checks if not check.stored]}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,7 +65,7 @@ class Implementation(Generic[Call, Result]):
             example because another one is as fast; checked before ``reasons``.
         verdict: Returns why ``impl="auto"`` skips it, although it supports the call, because it has
             not passed a check on the device, or ``""``; and what ``describe`` says about the check.
-            Reads verdicts (:mod:`attnzoo.runtime.kernel_groups`), or compares the kernels of other
+            Reads verdicts (:mod:`attnzoo.runtime.gpu_verdicts`), or compares the kernels of other
             projects with torch (:mod:`attnzoo.runtime.first_call`), so it is called last.
         note: Returns what ``describe`` adds about a call, for example the kernel that runs; ``""``
             if nothing.

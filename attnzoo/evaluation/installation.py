@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
@@ -25,7 +25,7 @@ from attnzoo.autoload import FAILED_PATCHES
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
 from attnzoo.evaluation import check_cpp
-from attnzoo.evaluation.kernel_checks import check_group, device_groups
+from attnzoo.evaluation.gpu_kernels import CASES, check_gpu
 from attnzoo.evaluation.timing import machine
 from attnzoo.hf import seam
 from attnzoo.hf.names import NAME
@@ -35,8 +35,8 @@ from attnzoo.ops import flash_attention
 from attnzoo.ops.linear.triton.run import device_reasons
 from attnzoo.ops.softmax.api import softmax_attention
 from attnzoo.runtime.cpp import prebuilt
-from attnzoo.runtime.kernel_groups import KernelGroup, driver_version
-from attnzoo.runtime.verdicts import FAILED, PASSED
+from attnzoo.runtime.gpu_verdicts import KernelVerdict, driver_version
+from attnzoo.runtime.verdicts import FAILED
 
 OK, WRONG, UNAVAILABLE = "ok", "failed", "unavailable"
 PACKAGES = ("torch", "transformers", "accelerate", "triton", "xformers", "peft")
@@ -60,14 +60,9 @@ class Failed(Exception):
     """A check found something wrong; the message says what."""
 
 
-def check_installation(full: bool = False, fresh: bool = False) -> Iterator[CheckResult]:
-    """Yield a result per check.
-
-    Args:
-        full: Whether to check GPU kernels of the largest size too.
-        fresh: Whether to check GPU kernels again that have a verdict.
-    """
-    for name, check in _checks(full, fresh):
+def check_installation() -> Iterator[CheckResult]:
+    """Yield a result per check."""
+    for name, check in _checks():
         start = time.monotonic()
         try:
             status, detail = OK, check()
@@ -86,7 +81,7 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0][:300]
 
 
-def _checks(full: bool, fresh: bool) -> Iterator[tuple[str, Callable[[], str]]]:
+def _checks() -> Iterator[tuple[str, Callable[[], str]]]:
     """Yield the name of each check, and the function that returns its detail."""
     yield "machine", _machine
     for package in PACKAGES:
@@ -96,27 +91,23 @@ def _checks(full: bool, fresh: bool) -> Iterator[tuple[str, Callable[[], str]]]:
     devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     for device in devices or [torch.device("cpu")]:
         place = f" on {device}" if len(devices) > 1 else ""
-        checks = _device_checks(device, full, fresh)
+        checks = _device_checks(device)
         yield from ((name + place, check) for name, check in checks)
     yield "patches of transformers", _patches
     yield "swapped models in transformers", _release
 
 
-def _device_checks(
-    device: torch.device, full: bool, fresh: bool
-) -> Iterator[tuple[str, Callable[[], str]]]:
+def _device_checks(device: torch.device) -> Iterator[tuple[str, Callable[[], str]]]:
     def unavailable(*reasons: str) -> str:
         raise Unavailable("; ".join(reasons))
 
-    triton = device_reasons(device)
-    if triton and device.type != "cuda":
-        yield "GPU kernels", partial(unavailable, "there is no NVIDIA GPU, so nothing to check")
-    elif triton:
-        yield "Triton kernels", partial(unavailable, *triton)
-    for group in device_groups(device, full=full):
-        yield str(group).removeprefix("the "), partial(_kernels, group, fresh)
     if device.type == "cuda":
-        yield "FlexAttention", partial(_softmax, device, "flex")
+        if triton := device_reasons(device):
+            yield "Triton kernels", partial(unavailable, *triton)
+        found = cache(lambda: tuple(check_gpu(device)))
+        yield from ((case.name, partial(_case, found, case.name)) for case in CASES)
+    else:
+        yield "GPU kernels", partial(unavailable, "there is no NVIDIA GPU, so nothing to check")
     yield "xformers attention", partial(_xformers, device)
 
 
@@ -154,7 +145,7 @@ def _package(name: str) -> str:
         tested = ", ".join(seam.TESTED[name])
         return f"{found}, which is not tested (tested: {tested}); see the checks of transformers"
     if name == "triton":
-        from attnzoo.ops.linear.triton.compilers import ptxas_version
+        from attnzoo.runtime.compilers import ptxas_version
 
         return f"{found}, ptxas {ptxas_version(9)}"
     return found
@@ -174,15 +165,22 @@ def _cpp(kernel: check_cpp.CppKernel) -> str:
     return f"results and gradients agree with torch ({instructions}, {prebuilt.origin()})"
 
 
-def _kernels(group: KernelGroup, fresh: bool) -> str:
-    check = check_group(group, fresh=fresh)
-    earlier = f"; checked earlier, in {check.seconds:.0f} s; --fresh checks again"
-    earlier = earlier if check.stored else ""
-    if check.outcome == FAILED:
-        raise Failed(check.reason + earlier)
-    if check.outcome != PASSED:
-        raise Unavailable(check.reason + earlier)
-    return f"results and gradients agree with torch; {group.status()}{earlier}"
+def _case(found: Callable[[], Sequence[KernelVerdict]], name: str) -> str:
+    """Return the times of the implementations of one kind of calls, and what fails."""
+    rows = [row for row in found() if row.case == name]
+    if not rows:
+        raise Failed("the check ended before any implementation ran")
+    texts = []
+    for row in rows:
+        time = "not timed" if row.ms is None else f"{row.ms:.3g} ms"
+        result = f"WRONG, {row.wrong}" if row.wrong else row.refused or f"right, {time}"
+        texts.append(f"{row.impl}: {result}")
+    right = [row for row in rows if row.ms is not None]
+    if wrong := [row.impl for row in rows if row.wrong]:
+        others = [row.impl for row in sorted(right, key=lambda row: row.ms or 0.0)]
+        texts.append(f"take impl={others[0]!r} instead of {', '.join(wrong)}" if others else "")
+        raise Failed("; ".join(filter(None, texts)))
+    return "; ".join(texts)
 
 
 # -- softmax attention -----------------------------------------------------------------------------
@@ -214,16 +212,11 @@ def _agrees(device: torch.device, attend: Callable[..., Tensor], **mask: Any) ->
 def _xformers(device: torch.device) -> str:
     if find_spec("xformers") is None:
         raise Unavailable("not installed")
-    return _softmax(device, "xformers")
-
-
-def _softmax(device: torch.device, impl: str) -> str:
-    """Compare an implementation of flash attention in a window."""
     window = (31, 0)
     mask = AttentionMask(causal=True, window=window)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flash_attention(q, k, v, mask=mask, impl=impl).out
+        return flash_attention(q, k, v, mask=mask, impl="xformers").out
 
     try:
         return _agrees(device, attend, window=window)

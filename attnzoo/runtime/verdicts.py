@@ -1,17 +1,7 @@
-"""Run checks of kernels on a device in separate processes, and store their verdicts.
+"""Verdicts of checks, kept in attnzoo's cache folder.
 
-A wrong kernel can end its process or destroy its CUDA context, so a check runs in other processes,
-and the way in which they end is part of the verdict. A verdict is valid for one identity: the
-device and the versions of everything that the kernels are made from. It is one file in attnzoo's
-cache folder. Of several processes that need the same verdict, one runs the check and the others
-wait for it.
-
-A check writes one JSON object per line to its standard output:
-
-    {"event": "ready"}                      the device works; kernels cause any later failure
-    {"event": "case", "text": "..."}        the case that runs next
-    {"event": "wrong", "text": "..."}       a result that differs
-    {"event": "done"}                       all cases ran
+A verdict is valid for one identity: the versions of everything that it depends on. Of several
+processes that need the same verdict, one runs the check and the others wait for it.
 """
 
 from __future__ import annotations
@@ -20,15 +10,9 @@ import hashlib
 import json
 import logging
 import os
-import signal
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from attnzoo.runtime.cache_folder import (
     CACHE,
@@ -40,9 +24,7 @@ from attnzoo.runtime.cache_folder import (
 
 log = logging.getLogger(__name__)
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
-OUT_OF_MEMORY = ("outofmemory", "out of memory")  # in the last line of a traceback, lower case
 Case = TypeVar("Case")
-SHOWN = 3  # wrong results that a reason lists
 
 
 class Verdict(NamedTuple):
@@ -129,42 +111,6 @@ def _warn_of_lost_verdict(name: str, error: OSError) -> None:
     log.warning("the verdict of the check %s holds for this process only: %s", name, error)
 
 
-def run_checks(
-    commands: Mapping[str, Sequence[str]],
-    seconds: float,
-    environment: Mapping[str, str] | None = None,
-) -> Verdict:
-    """Run the processes of a check at the same time, and return one verdict.
-
-    Args:
-        commands: Command line of each process; the key says what it checks.
-        seconds: Time limit for all processes together.
-        environment: Environment variables of the processes; ``None`` means those of this one.
-    """
-    if getattr(sys, "frozen", False) or not sys.executable:
-        return Verdict(NOT_RUN, "this program has no Python interpreter to start")
-    start = time.monotonic()
-    with ExitStack() as stack:
-        running = {}
-        for part, command in commands.items():
-            output, errors = (stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))
-            process = stack.enter_context(_process(command, output, errors, environment))
-            running[part] = process, output, errors
-        verdicts = []
-        for part, (process, output, errors) in running.items():
-            try:
-                code = process.wait(max(0.0, start + seconds - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                _kill(process)
-                code = None
-            verdicts.append(_judge(part, code, _text(output), _text(errors), seconds))
-    for outcome in (FAILED, NOT_RUN, PASSED):
-        reasons = [verdict.reason for verdict in verdicts if verdict.outcome == outcome]
-        if reasons:
-            return Verdict(outcome, "; ".join(filter(None, reasons)), time.monotonic() - start)
-    raise AssertionError("a check has at least one process")
-
-
 def run_cases(
     cases: Iterable[Case], check: Callable[[Case, Any], Iterable[str]], device: Any
 ) -> None:
@@ -209,70 +155,3 @@ def run_check(
 
     target = torch.device(device)
     run_cases(cases(decay, int(size), kind, target.type != "cuda"), check, target)
-
-
-def python_command(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs a module with this process's Python and import path."""
-    code = f"import runpy, sys; sys.path[:] = sys.argv.pop(1).split({os.pathsep!r}); "
-    code += f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
-    return [sys.executable, "-c", code, os.pathsep.join(sys.path), *arguments]
-
-
-@contextmanager
-def _process(
-    command: Sequence[str],
-    output: IO[str],
-    errors: IO[str],
-    environment: Mapping[str, str] | None,
-) -> Any:
-    """Start a process in a group of its own; kill the group at the end if it still runs."""
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=errors,
-        env=environment,
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            _kill(process)
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    if os.name == "posix":
-        os.killpg(process.pid, signal.SIGKILL)
-    else:
-        process.kill()
-    process.wait()
-
-
-def _text(file: IO[str]) -> str:
-    file.seek(0)
-    return file.read()
-
-
-def _judge(part: str, code: int | None, output: str, errors: str, seconds: float) -> Verdict:
-    """Return the verdict of one process; ``code`` is ``None`` if it ran out of time."""
-    events = [json.loads(line) for line in output.splitlines() if line.startswith('{"event"')]
-    seen = {event["event"] for event in events}
-    case = next((e["text"] for e in reversed(events) if e["event"] == "case"), "")
-    where = f"{part}, {case}" if case else part
-    wrong = [f"{part}: {e['text']}" for e in events if e["event"] == "wrong"]
-    if len(wrong) > SHOWN:
-        wrong[SHOWN:] = [f"{len(wrong) - SHOWN} more"]
-    lines = errors.strip().splitlines()
-    last_line = lines[-1].strip()[:300] if lines else f"exit code {code}"
-    if code is not None and code < 0:
-        last_line = f"killed by {signal.Signals(-code).name}"
-    if code is None:
-        if "ready" in seen:
-            return Verdict(FAILED, f"{where}: not finished after {seconds:.0f} s")
-        return Verdict(NOT_RUN, f"{part}: the device was not ready after {seconds:.0f} s")
-    if "ready" not in seen or any(word in last_line.lower() for word in OUT_OF_MEMORY):
-        return Verdict(NOT_RUN, f"{part}: {last_line}")
-    if code != 0 or "done" not in seen:
-        wrong.append(f"{where}: the process ended ({last_line})")
-    return Verdict(FAILED, "; ".join(wrong)) if wrong else Verdict(PASSED)

@@ -18,7 +18,6 @@ from attnzoo.errors import AttnzooError, SpecError, UntrainedWarning
 from attnzoo.evaluation.embeddings import Texts, embeddings, similarity
 from attnzoo.evaluation.equal_memory import EqualWindow, equal_window
 from attnzoo.evaluation.generation import make_generation_batch, with_reference
-from attnzoo.evaluation.kernel_checks import check_model_kernels
 from attnzoo.evaluation.margins import mean_of
 from attnzoo.evaluation.models import embedded_name, max_positions, require_causal
 from attnzoo.evaluation.quality import (
@@ -375,9 +374,6 @@ def evaluate(
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     model: Any = load_pretrained(AutoModelForCausalLM, path, dtype=torch.float32)
     model.to(device)
-    length = min(row_length, max_positions(path) or row_length)
-    inputs = {"input_ids": torch.ones(1, length, dtype=torch.int64)}
-    check_model_kernels(model, inputs, log, generate=True)
     judge.set_windows(model, AttentionSpec.from_dict(getattr(model.config, NAME)), control)
     judge.add_original(model)
     with original_attention(model):

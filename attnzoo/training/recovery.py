@@ -24,7 +24,6 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.corpus import load_tokenizer
-from attnzoo.evaluation.kernel_checks import check_model_kernels
 from attnzoo.evaluation.rows import Rows, contributions, separates_documents
 from attnzoo.evaluation.rows import predictions as row_predictions
 from attnzoo.hf.configs import read_field, set_dropout
@@ -93,7 +92,6 @@ class Recovery:
 
     task = "CAUSAL_LM"  # PEFT's task type
     teacher: Any = None  # another model that teaches; without one, the model with softmax does
-    generates = True
     trainer_class = LogitDistillationTrainer
 
     def __init__(
@@ -185,7 +183,6 @@ class Recovery:
                 self.log("The run is finished; these are its results.")
                 return finished
             self.evaluator = self.make_evaluator()
-            self.check_kernels()
             self.warn_of_mixed_documents()
             self.evaluate_baselines()
             model, reason = self.model, self.why_not_trained()
@@ -231,12 +228,6 @@ class Recovery:
                         "this model does not separate the documents of a row by their positions: "
                         "training mixes them, measurements do not; give documents as long as a row"
                     )
-
-    def check_kernels(self) -> None:
-        """Check the GPU kernels that the model needs and that have no verdict yet."""
-        inputs = {n: x[None] for n, x in self.rows[0].items() if n != "labels"}
-        with torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.args.bf16):
-            check_model_kernels(self.model, inputs, self.log, generate=self.generates)
 
     def evaluate_baselines(self) -> None:
         """Evaluate the untrained model with softmax, with its swap, and with windows."""
@@ -518,7 +509,6 @@ class EncoderRecovery(Recovery):
     """Recovery of an encoder, whose embeddings are to stay those of the original model."""
 
     task = "FEATURE_EXTRACTION"
-    generates = False
 
     def check_arguments(self) -> None:
         """Raise an error for arguments of predictions and of packed rows."""

@@ -11,14 +11,12 @@ from rich.console import Console
 import attnzoo
 from attnzoo.cli import main
 from attnzoo.commands import environment
-from attnzoo.evaluation import check_cpp, installation, kernel_checks
+from attnzoo.evaluation import check_cpp, installation
+from attnzoo.evaluation.gpu_kernels import CASES
 from attnzoo.evaluation.installation import OK, UNAVAILABLE, WRONG, CheckResult, check_installation
 from attnzoo.hf import release_check, seam
 from attnzoo.hf.attention.call import ForwardArguments
-from attnzoo.ops.linear.triton import verdicts as triton_verdicts
-from attnzoo.runtime import kernel_groups
-from attnzoo.runtime.cache_folder import CACHE
-from attnzoo.runtime.verdicts import FAILED, NOT_RUN, PASSED, Verdict
+from attnzoo.runtime.gpu_verdicts import KernelVerdict
 
 
 def run(monkeypatch, capsys, *arguments):
@@ -34,7 +32,7 @@ def run(monkeypatch, capsys, *arguments):
 )
 def test_the_exit_code_says_whether_something_failed(statuses, code, monkeypatch, capsys):
     rows = [CheckResult(check=f"check of {x}", status=x, detail="[why]") for x in statuses]
-    monkeypatch.setattr(installation, "check_installation", lambda full, fresh: iter(rows))
+    monkeypatch.setattr(installation, "check_installation", lambda: iter(rows))
     found, output = run(monkeypatch, capsys)
     assert int(found) == code
     assert "| check of ok | ok | 0.0 s | [why] |" in output.splitlines()
@@ -46,7 +44,7 @@ def test_the_exit_code_says_whether_something_failed(statuses, code, monkeypatch
 
 def test_a_terminal_gets_lines_that_fit(monkeypatch, capsys):
     row = CheckResult(check="linear, C++", status=OK, detail="kernels_of_linear_attention " * 9)
-    monkeypatch.setattr(installation, "check_installation", lambda full, fresh: iter([row]))
+    monkeypatch.setattr(installation, "check_installation", lambda: iter([row]))
     screen = Console(width=60, force_terminal=True, color_system=None)
     monkeypatch.setattr(environment, "console", screen)
     found, output = run(monkeypatch, capsys)
@@ -56,9 +54,8 @@ def test_a_terminal_gets_lines_that_fit(monkeypatch, capsys):
 
 
 def test_this_installation_passes(monkeypatch):
-    # test_triton_verdicts.py has the check of these kernels, which takes minutes
-    for module in (installation, kernel_checks):
-        monkeypatch.setattr(module, "device_reasons", lambda device: ("left out",))
+    monkeypatch.setattr(installation, "device_reasons", lambda device: ("left out",))
+    monkeypatch.setattr(installation, "CASES", ())  # test_gpu_kernels.py has them
     rows = {row.check: row for row in check_installation()}
     assert [row for row in rows.values() if row.status == WRONG] == []
     for name in ("machine", "torch", "transformers"):
@@ -75,7 +72,7 @@ def test_this_installation_passes(monkeypatch):
 
 def only(monkeypatch, name, check):
     """Return the row of one check."""
-    monkeypatch.setattr(installation, "_checks", lambda full, fresh: [(name, check)])
+    monkeypatch.setattr(installation, "_checks", lambda: [(name, check)])
     (row,) = check_installation()
     return row
 
@@ -128,54 +125,32 @@ def test_wrong_cpp_kernels_fail(monkeypatch):
     assert "out of float32 differs by" in row.detail
 
 
-@pytest.fixture
-def triton_rows(monkeypatch, tmp_path):
-    """Return a function that returns the rows of the Triton kernels, and how many checks ran."""
-    monkeypatch.setenv(CACHE, str(tmp_path))
-    monkeypatch.setattr(kernel_groups, "_STATE", kernel_groups._State())
-    for module in (installation, kernel_checks):
-        monkeypatch.setattr(module, "device_reasons", lambda device: ())
-
-    def rows(verdict, fresh=False):
-        runs = []
-        monkeypatch.setattr(triton_verdicts, "run_check", lambda *x: runs.append(x) or verdict)
-        checks = installation._device_checks(torch.device("cpu"), full=False, fresh=fresh)
-        checks = [(name, check) for name, check in checks if name.startswith("Triton")]
-        monkeypatch.setattr(installation, "_checks", lambda full, fresh: checks)
-        return list(check_installation()), len(runs)
-
-    return rows
-
-
-@pytest.mark.parametrize(
-    ("verdict", "status", "detail", "runs_again"),
-    [
-        (Verdict(PASSED), OK, "results and gradients agree with torch; checked on", 0),
-        (Verdict(FAILED, "dv differs"), WRONG, "dv differs", 0),
-        (Verdict(NOT_RUN, "out of memory"), UNAVAILABLE, "out of memory", 8),
-    ],
-)
-def test_triton_kernels_are_checked_once(verdict, status, detail, runs_again, triton_rows):
-    rows, runs = triton_rows(verdict)
-    assert (len(rows), runs) == (8, 8)
-    assert rows[0].check == "Triton kernels of linear attention (decay none, sizes up to 64)"
-    assert rows[0].status == status
-    assert rows[0].detail.startswith(detail)
-    assert "earlier" not in rows[0].detail
-    rows, runs = triton_rows(verdict)
-    assert (rows[0].status, runs) == (status, runs_again)
-    assert ("checked earlier, in 0 s; --fresh" in rows[0].detail) == (runs == 0)
-    rows, runs = triton_rows(Verdict(PASSED), fresh=True)
-    assert (rows[0].status, runs) == (OK, 8)
-    assert "earlier" not in rows[0].detail
-
-
-def test_fresh_is_an_option_of_the_command(monkeypatch, capsys):
-    given = []
-    monkeypatch.setattr(installation, "check_installation", lambda *x: given.append(x) or iter(()))
-    for arguments in ((), ("--fresh",), ("--all", "--fresh")):
-        run(monkeypatch, capsys, *arguments)
-    assert given == [(False, False), (False, True), (True, True)]
+def test_kinds_of_calls_on_a_gpu_are_rows_with_times_and_what_is_wrong(monkeypatch):
+    runs = []
+    case, other = (x.name for x in CASES[:2])
+    found = [
+        KernelVerdict(case, "triton", wrong="gradient 1 differs"),
+        KernelVerdict(case, "fla", ms=2.5),
+        KernelVerdict(case, "torch", ms=1.25),
+        KernelVerdict(other, "triton", ms=1.0),
+        KernelVerdict(other, "fla", refused="normalised states"),
+    ]
+    monkeypatch.setattr(installation, "check_gpu", lambda device: runs.append(device) or found)
+    monkeypatch.setattr(installation, "device_reasons", lambda device: ())
+    gpu = torch.device("cuda", 0)
+    checks = [x for x in installation._device_checks(gpu) if x[0] != "xformers attention"]
+    monkeypatch.setattr(installation, "_checks", lambda: checks)
+    rows = {row.check: row for row in check_installation()}
+    assert runs == [gpu]
+    assert list(rows) == [x.name for x in CASES]
+    assert rows[case].status == WRONG
+    assert rows[case].detail == (
+        "triton: WRONG, gradient 1 differs; fla: right, 2.5 ms; torch: right, 1.25 ms; "
+        "take impl='torch' instead of triton"
+    )
+    assert rows[other].status == OK
+    assert rows[other].detail == "triton: right, 1 ms; fla: normalised states"
+    assert rows[CASES[2].name].status == WRONG  # its process ended at once
 
 
 def test_wrong_fused_attention_fails(monkeypatch):

@@ -1,19 +1,16 @@
-"""Checks of kernels in processes of their own: how they end, and which verdicts are kept."""
+"""Which verdicts of checks are kept."""
 
 import errno
-import json
 import os
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from filelock import FileLock
 
 from attnzoo.runtime import verdicts
 from attnzoo.runtime.cache_folder import CACHE
-from attnzoo.runtime.verdicts import FAILED, NOT_RUN, PASSED, Verdict, decide, run_checks
+from attnzoo.runtime.verdicts import FAILED, NOT_RUN, PASSED, Verdict, decide
 
 GPU = {"device": "a GPU", "driver": "1"}
 
@@ -22,88 +19,6 @@ GPU = {"device": "a GPU", "driver": "1"}
 def folder(monkeypatch, tmp_path):
     monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-def process(*lines):
-    """Return a command that writes events, or runs a statement where a line is none."""
-    code = ["import json, os, sys, time"]
-    for line in lines:
-        event, _, text = line.partition(":")
-        known = event in ("ready", "case", "wrong", "done")
-        row = json.dumps({"event": event, "text": text})
-        code.append(f"print({row!r}, flush=True)" if known else line)
-    return [sys.executable, "-S", "-c", "\n".join(code)]
-
-
-SEGFAULT = "os.kill(os.getpid(), 11)"
-
-
-@pytest.mark.parametrize(
-    ("lines", "outcome", "reason"),
-    [
-        (("ready", "case:few", "done"), PASSED, ""),
-        (("ready", "case:few", "wrong:dv is wrong", "done"), FAILED, "scalar: dv is wrong"),
-        (
-            ("ready", "case:few", SEGFAULT),
-            FAILED,
-            "scalar, few: the process ended (killed by SIGSEGV)",
-        ),
-        (
-            ("ready", "case:few", "wrong:dv is wrong", "sys.exit('CUDA error: illegal address')"),
-            FAILED,
-            "scalar: dv is wrong; scalar, few: the process ended (CUDA error: illegal address)",
-        ),
-        (("ready", "case:few"), FAILED, "scalar, few: the process ended (exit code 0)"),
-        (("sys.exit('no device')",), NOT_RUN, "scalar: no device"),
-        ((SEGFAULT,), NOT_RUN, "scalar: killed by SIGSEGV"),
-        (
-            ("ready", "sys.exit('torch.OutOfMemoryError: CUDA out of memory.')"),
-            NOT_RUN,
-            "scalar: torch.OutOfMemoryError: CUDA out of memory.",
-        ),
-        (
-            ("ready", *(f"wrong:{name}" for name in "abcde"), "done"),
-            FAILED,
-            "scalar: a; scalar: b; scalar: c; 2 more",
-        ),
-    ],
-)
-def test_the_end_of_a_process_is_part_of_the_verdict(lines, outcome, reason):
-    assert run_checks({"scalar": process(*lines)}, 60)[:2] == (outcome, reason)
-
-
-def test_a_process_that_does_not_end_is_killed_with_those_it_started(tmp_path):
-    start, child = time.monotonic(), tmp_path / "child"
-    sleep = "'import time; time.sleep(60)'"
-    lines = (
-        "ready",
-        "case:few",
-        "import subprocess",
-        f"pid = subprocess.Popen([sys.executable, '-S', '-c', {sleep}]).pid",
-        f"open({str(child)!r}, 'w').write(str(pid))",
-        "time.sleep(60)",
-    )
-    verdict = run_checks({"scalar": process(*lines), "none": process("time.sleep(60)")}, 3.0)
-    assert verdict[:2] == (FAILED, "scalar, few: not finished after 3 s")
-    status = Path(f"/proc/{child.read_text()}/stat")
-    while is_running(status) and time.monotonic() - start < 30:  # a killed process ends later
-        time.sleep(0.1)
-    assert time.monotonic() - start < 30
-
-
-def is_running(status):
-    """Return whether a process has neither ended nor been collected by its parent."""
-    try:
-        return status.read_text().split()[2] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def test_one_failed_part_fails_the_check():
-    parts = {"a": process("ready", "done"), "b": process("ready", "wrong:x", "done")}
-    assert run_checks(parts, 60)[:2] == (FAILED, "b: x")
-    parts = {"a": process("ready", "done"), "b": process("sys.exit('busy')")}
-    assert run_checks(parts, 60)[:2] == (NOT_RUN, "b: busy")
 
 
 def counted(*found):

@@ -36,7 +36,7 @@ from attnzoo.errors import UnsupportedError
 from attnzoo.ops.linear.common import LinearInputs, StepGate, check_state
 from attnzoo.ops.linear.cpu.linear_step import kernel_reasons, run_step_cpp
 from attnzoo.ops.linear.triton.run import triton_reasons
-from attnzoo.ops.linear.triton.verdicts import kernel_verdict
+from attnzoo.runtime.gpu_verdicts import own_verdict
 from attnzoo.runtime.kernel_calls import autocast_disabled, with_contiguous_states
 
 LOWEST_STABILIZER = -87.0  # exp(87) is finite in float32
@@ -252,7 +252,7 @@ def _triton_reasons(step: GatedStep) -> list[str]:
 
 
 def _triton_verdict(step: GatedStep) -> tuple[str, str]:
-    return kernel_verdict("linear", step.x.log_decay, step.x.k, step.x.v)
+    return own_verdict(step.q.device, f"{'rwkv6' if step.gate.m is None else 'mlstm'}, one token")
 
 
 register_implementation(

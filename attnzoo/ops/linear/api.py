@@ -55,7 +55,7 @@ from attnzoo.ops.linear.cpu.linear_step import run_step_cpp, step_reasons
 from attnzoo.ops.linear.reference import run_reference
 from attnzoo.ops.linear.torch import run_torch, step
 from attnzoo.ops.linear.triton.run import run_step_triton, run_triton, triton_reasons
-from attnzoo.ops.linear.triton.verdicts import kernel_verdict
+from attnzoo.runtime.gpu_verdicts import linear_case, own_verdict
 from attnzoo.runtime.kernel_calls import autocast_disabled, state_dtype, widen
 
 
@@ -269,7 +269,7 @@ def _step_triton_reasons(x: LinearInputs) -> list[str]:
 
 
 def _triton_verdict(x: LinearInputs) -> tuple[str, str]:
-    return kernel_verdict("linear", x.log_decay, _features(x), x.v)
+    return own_verdict(x.q.device, linear_case(x.log_decay, normalize=x.normalize))
 
 
 def _cpp_reasons(x: LinearInputs) -> list[str]:

@@ -128,7 +128,7 @@ def test_auto_selects_triton_on_a_gpu_that_passed_the_check(monkeypatch):
     verdict = ["", "checked on NVIDIA Test"]
     change_implementation(monkeypatch, "gated_step", "triton", devices=(DEVICE.type,))
     change_implementation(monkeypatch, "gated_step", "cpp", automatic="")
-    monkeypatch.setattr(common, "kernel_verdict", lambda *_: tuple(verdict))
+    monkeypatch.setattr(common, "own_verdict", lambda *_: tuple(verdict))
     choice = mlstm(x, state=state).impl
     assert (choice.impl, choice.reason) == (
         "triton", "one token; compiled for this GPU; checked on NVIDIA Test",

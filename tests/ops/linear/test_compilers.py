@@ -8,8 +8,9 @@ import torch
 import triton
 
 from attnzoo.ops import linear_attention
-from attnzoo.ops.linear.triton import compilers, configs
+from attnzoo.ops.linear.triton import configs
 from attnzoo.ops.linear.triton import run as triton_impl
+from attnzoo.runtime import compilers
 from tests.kernel_device import kernel_device
 
 
@@ -119,10 +120,11 @@ def test_ptxas_version_follows_the_environment(major, tmp_path, monkeypatch):
 def test_the_version_is_read_again_when_the_assembler_changes(monkeypatch):
     monkeypatch.setattr("attnzoo.runtime.triton_interpreter.interpreted", lambda: False)
     monkeypatch.setattr(triton_impl, "_DEVICE_REASONS", {})
-    monkeypatch.setattr(triton_impl, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(compilers, "gpu_capability", lambda device: (9, 0))
+    monkeypatch.setattr(triton_impl, "gpu_capability", lambda device: (9, 0))
     gpu = torch.device("cuda", 0)
     for version, refused in (("13.4.92", False), ("13.0.88", True), ("13.4.92", False)):
-        monkeypatch.setattr(triton_impl, "ptxas_path", lambda major, version=version: version)
+        monkeypatch.setattr(compilers, "ptxas_path", lambda major, version=version: version)
         monkeypatch.setattr(compilers, "ptxas_version", lambda major, version=version: version)
         assert bool(triton_impl.device_reasons(gpu)) == refused
 

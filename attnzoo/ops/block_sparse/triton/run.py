@@ -23,7 +23,7 @@ from attnzoo.ops.block_sparse.selection import (
     select_blocks,
 )
 from attnzoo.ops.linear.triton.run import triton_reasons as linear_reasons
-from attnzoo.ops.linear.triton.verdicts import kernel_verdict
+from attnzoo.runtime.gpu_verdicts import own_verdict
 
 if TYPE_CHECKING:
     from attnzoo.ops.block_sparse.triton.launch import KernelOptions, SparseLauncher
@@ -38,8 +38,8 @@ def triton_reasons(call: SparseCall) -> list[str]:
 
 
 def triton_verdict(call: SparseCall) -> tuple[str, str]:
-    """Return ``kernel_verdict`` of the kernels for a call."""
-    return kernel_verdict("block_sparse", None, call.k, call.v)
+    """Return ``own_verdict`` of the kernels for a call."""
+    return own_verdict(call.k.device, "block-sparse attention")
 
 
 def selection_reason(call: SparseCall) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import triton
 
-from attnzoo.ops.linear.triton.compilers import miscompiles_tile
+from attnzoo.runtime.compilers import miscompiles_tile
 from attnzoo.runtime.triton_interpreter import interpreted
 from attnzoo.runtime.triton_products import block_size
 

@@ -13,7 +13,7 @@ from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import LinearState, check_slots, run_on_slots
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.linear.common import LinearInputs, Result, map_inputs
-from attnzoo.ops.linear.triton.compilers import compiler_reasons, ptxas_path
+from attnzoo.runtime.compilers import assembler, compiler_reasons, gpu_capability
 from attnzoo.runtime.kernel_calls import (
     autocast_disabled,
     check_reverse_mode,
@@ -72,21 +72,6 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
-def assembler(device: torch.device) -> str:
-    """Return the path of the ptxas that the next kernel for a GPU is assembled by, or ""."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return ""
-    try:
-        return ptxas_path(_capability(device)[0])
-    except RuntimeError:  # compiler_reasons gives the reason
-        return ""
-
-
 def _find_device_reasons(device: torch.device) -> tuple[str, ...]:
     from attnzoo.runtime.triton_interpreter import interpreted
 
@@ -101,7 +86,7 @@ def _find_device_reasons(device: torch.device) -> tuple[str, ...]:
         return ()  # the registry knows the devices of an implementation
     if torch.version.hip is not None:
         return ("the GPU is from AMD (the kernels are tested on NVIDIA GPUs only)",)
-    capability = _capability(device)
+    capability = gpu_capability(device)
     if capability < (8, 0):
         found = f"{capability[0]}.{capability[1]}"
         return (f"the GPU has compute capability {found} (8.0 or later is needed)",)

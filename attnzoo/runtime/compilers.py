@@ -20,6 +20,8 @@ import re
 import subprocess
 from functools import cache
 
+import torch
+
 MIN_TRITON = (3, 6)  # the oldest version that the kernels are compiled and tested with
 HOPPER, BLACKWELL = 9, 10  # major compute capabilities
 REFUSED_PTXAS = {"13.0.88": "writes shared memory wrongly"}
@@ -86,6 +88,22 @@ def _advice() -> str:
         f"point {ptxas_variable(HOPPER)} at ptxas 13.3 or later, for example of the package "
         "nvidia-cuda-nvcc"
     )
+
+
+@cache
+def gpu_capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU."""
+    return torch.cuda.get_device_capability(device)
+
+
+def assembler(device: torch.device) -> str:
+    """Return the path of the ptxas that the next kernel for a GPU is assembled by, or ""."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return ""
+    try:
+        return ptxas_path(gpu_capability(device)[0])
+    except RuntimeError:  # compiler_reasons gives the reason
+        return ""
 
 
 def ptxas_path(major: int) -> str:
