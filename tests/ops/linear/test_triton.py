@@ -9,7 +9,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import LinearState
@@ -19,14 +18,11 @@ from attnzoo.ops.linear.api import linear_attention
 from attnzoo.ops.linear.triton import run as triton_impl
 from attnzoo.ops.linear.triton.configs import CONFIGS
 from attnzoo.ops.linear.triton.custom_op import (
-    linear_sums_triton,
-    linear_sums_triton_backward,
     linear_triton,
     linear_triton_backward,
 )
 from attnzoo.ops.linear.triton.decay import MAX_EXPONENT
 from attnzoo.ops.linear.triton.launch import LinearOptions
-from attnzoo.ops.linear.triton.run import linear_sums
 from attnzoo.ops.linear.triton.step import linear_triton_step, linear_triton_step_
 from tests.helpers import check_operator, nan_padded
 from tests.kernel_device import float32_slack, kernel_device, nan_in_uninitialized_memory
@@ -521,18 +517,12 @@ def test_operators_pass_opcheck(has_state):
     table = sequences.starts, sequences.lengths
     arguments = (*table, "elu+1", 0.5, 0.7, True, 1e-6, has_state)
     check_operator(linear_triton, (*tensors, *arguments), trace=True)
-    sums = *table, *LinearOptions(return_state=has_state)
-    check_operator(linear_sums_triton, (*tensors, *sums), trace=True)
     tensors = [x if x is None else x.detach() for x in tensors]
     with torch.no_grad():
         out, *last = linear_triton(*tensors, *arguments)
         gradients = torch.randn_like(out), *last, *last
         given = (*gradients, *tensors, *arguments, True)
         check_operator(linear_triton_backward, given, trace=False)
-        out, weights, *last = linear_sums_triton(*tensors, *sums)
-        gradients = torch.randn_like(out), weights, *last, *last
-        given = (*gradients, *tensors, *sums, True)
-        check_operator(linear_sums_triton_backward, given, trace=False)
 
 
 @pytest.mark.parametrize("slots", [None, SLOTS])
@@ -600,37 +590,6 @@ def test_a_row_without_sequences_gives_zeros():
     out, kv, z = linear_triton(q, k, v, None, None, None, none, none, *LinearOptions())
     assert torch.equal(out, torch.zeros_like(out))
     assert (len(kv), len(z)) == (0, 0)
-
-
-@pytest.mark.parametrize("return_state", [True, False])
-def test_sums_equal_those_of_values_and_ones(return_state):
-    case = KernelCase(decay="token", groups=2, lengths=MIXED, e=16)
-    torch.manual_seed(2)
-    found = []
-    (q, k, v, log_decay, kv, z), sequences = make(case)
-    tokens = q.shape[2]
-    weights = torch.randn(1, 2, tokens, 17, device=DEVICE)
-    weights[:, :, outside(sequences, tokens)] = torch.nan
-    case = replace(case, feature_map="identity", normalize=False)
-    for dtype in (torch.float32, torch.float64):
-        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v, log_decay, kv, z)]
-        if dtype == torch.float32:
-            state = LinearState(*leaves[4:])
-            out, total, last = linear_sums(*leaves[:4], state, sequences, return_state)
-            assert (last is not None) == return_state
-        else:
-            rows = [*leaves[:2], F.pad(leaves[2], (0, 1), value=1.0), leaves[3]]
-            kv_and_z = torch.cat([leaves[4], leaves[5].unsqueeze(3)], 3)
-            both, kv_last, _ = reference(
-                replace(case, e=17), [*rows, kv_and_z, leaves[5]], sequences
-            )
-            out, total = both[..., :-1] / 0.7, both[..., -1] / 0.7
-            last = LinearState(kv_last[..., :-1], kv_last[..., -1])
-        results = [torch.cat([out, total.unsqueeze(3)], 3), *(last if return_state else ())]
-        sums = [weights.to(dtype), *(torch.ones_like(x) for x in results[1:])]
-        found.append([*results, *torch.autograd.grad(results, leaves, sums)])
-    for ours, exact in zip(*found, strict=True):
-        assert relative_error(ours, exact, 1e-12) < 1e-5 * float32_slack()
 
 
 def test_nan_between_sequences_has_no_effect_on_a_learned_map():

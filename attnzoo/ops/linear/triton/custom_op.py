@@ -10,7 +10,6 @@ The arguments of the operators are the fields of
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, get_type_hints
 
 import torch
@@ -92,56 +91,13 @@ def linear_triton_backward(
     return _launcher(*args).backward(d_out, d_kv, d_z, (kv_last, z_last))
 
 
-@torch.library.custom_op(
-    "attnzoo::linear_sums_triton",
-    mutates_args=(),
-    schema=f"({ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
-)
-def linear_sums_triton(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return weighted sums of values, ``[B, H, T, E]``, and of ones, ``[B, H, T]``, and the state.
-
-    For callers that do the division themselves.
-    """
-    out, weights, *last = _launcher(*args).forward_sums()
-    return out.transpose(1, 2), weights, last[0], last[1]
-
-
-@torch.library.custom_op(
-    "attnzoo::linear_sums_triton_backward",
-    mutates_args=(),
-    schema=f"(Tensor d_out, Tensor d_weights, {BACKWARD}) -> {GRADIENTS}",
-)
-def linear_sums_triton_backward(
-    d_out: Tensor,
-    d_weights: Tensor,
-    d_kv: Tensor,
-    d_z: Tensor,
-    kv_last: Tensor,
-    z_last: Tensor,
-    *args: Any,
-) -> tuple[Tensor, ...]:
-    """Return the gradients of q, k, v, log_decay, kv and z, without elements if not needed."""
-    launcher = _launcher(*args, normalize=True)
-    dq, dk, dv = (launcher.new_rows(x, x.shape[1], x.shape[3]) for x in args[:3])
-    rest = launcher.backward_sums((dq, dk, dv), d_out, -d_weights, (d_kv, d_z), (kv_last, z_last))
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), *rest
-
-
 @linear_triton.register_fake
 def _linear_triton_fake(*args: Any) -> tuple[Tensor, ...]:
     q, _, v = args[:3]
     return empty_rows(v, q.shape[1], v.shape[3]).transpose(1, 2), *_fake_states(*args)
 
 
-@linear_sums_triton.register_fake
-def _linear_sums_fake(*args: Any) -> tuple[Tensor, ...]:
-    q, _, v = args[:3]
-    out = empty_rows(v, q.shape[1], v.shape[3], torch.float32)
-    return out.transpose(1, 2), out.new_empty(q.shape[:3]), *_fake_states(*args)
-
-
 linear_triton_backward.register_fake(lambda *args: _fake_gradients(*args[5:]))
-linear_sums_triton_backward.register_fake(lambda *args: _fake_gradients(*args[6:]))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -149,16 +105,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.options = inputs[TENSORS:]
 
 
-def _backward(ctx: Any, *d_outputs: Tensor, operator: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, *d_outputs: Tensor) -> tuple[Tensor | None, ...]:
     needed = ctx.needs_input_grad
-    grads = operator(*d_outputs, *ctx.saved_tensors, *ctx.options, needed[3])
+    saved = ctx.saved_tensors
+    grads = linear_triton_backward(*d_outputs, *saved, *ctx.options, needed[3])
     wanted = [grad if need else None for grad, need in zip(grads, needed, strict=False)]
     return *wanted, *[None] * (len(needed) - len(wanted))
 
 
-for _forward, _operator in (
-    (linear_triton, linear_triton_backward),
-    (linear_sums_triton, linear_sums_triton_backward),
-):
-    _forward.register_autograd(partial(_backward, operator=_operator), setup_context=_setup_context)
-    refuse_derivative(_operator, "linear_attention")
+linear_triton.register_autograd(_backward, setup_context=_setup_context)
+refuse_derivative(linear_triton_backward, "linear_attention")

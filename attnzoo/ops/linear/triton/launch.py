@@ -101,40 +101,13 @@ class KernelLauncher:
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the output ``[B, H, T, E]``, and the state after each sequence."""
         out = self.new_rows(self.v, self.heads, self.e)
-        last = self._forward(out, self.unused)
-        return out.transpose(1, 2), *last
-
-    def forward_sums(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return numerator and denominator of the output, and the state after each sequence.
-
-        The weighted sums of values ``[B, T, H, E]`` and the sums of weights ``[B, H, T]``, float32.
-        """
-        assert not self.normalize
-        out = self.new_rows(self.v, self.heads, self.e, torch.float32)
-        shape = self.batch, self.heads, self.tokens
-        weights = out.new_zeros(shape) if self.is_varlen else out.new_empty(shape)
-        return out, weights, *self._forward(out, weights)
-
-    def _forward(self, out: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         last = empty_states(self.q, self.k, self.v, self.count) if self.return_state else None
         with device_context(self.q.device):
             written = last or (self.unused, self.unused)
-            tensors = (out, *self.state, *written, weights, self.unused)
-            self._launch(
-                out_kernel, tensors, self.v, WEIGHTS=weights is not self.unused, STATISTICS=False,
-                RETURN_STATE=self.return_state,
-            )  # fmt: skip
-        return last or (self.unused.new_empty(0), self.unused.new_empty(0))
-
-    def backward(
-        self, d_out: Tensor, d_kv: Tensor, d_z: Tensor, last: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return the gradients; ``last`` is the state that the forward pass returned."""
-        dq, dk = (self.new_rows(x, x.shape[1], self.d) for x in (self.q, self.k))
-        dv = self.new_rows(self.v, self.key_heads, self.e)
-        rest = self._backward((dq, dk, dv), d_out, (d_kv, d_z), last, None)
-        dq, dk, dv = (x.transpose(1, 2) for x in (dq, dk, dv))
-        return dq, dk, dv, *rest
+            tensors = (out, *self.state, *written, self.unused, self.unused)
+            options = {"STATISTICS": False, "RETURN_STATE": self.return_state}
+            self._launch(out_kernel, tensors, self.v, **options)
+        return out.transpose(1, 2), *(last or (self.unused.new_empty(0), self.unused.new_empty(0)))
 
     def value_gradient(self, d_out: Tensor, d_kv: Tensor, d_z: Tensor) -> Tensor:
         """Return the gradient of v alone, ``[B, Hkv, T, E]``, of a call that does not divide."""
@@ -150,53 +123,22 @@ class KernelLauncher:
             )  # fmt: skip
         return dv.transpose(1, 2)
 
-    def backward_sums(
-        self,
-        rows: tuple[Tensor, Tensor, Tensor],
-        d_out: Tensor,
-        delta: Tensor,
-        d_last: tuple[Tensor, Tensor],
-        last: tuple[Tensor, Tensor],
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the gradients of :meth:`forward_sums`; the launcher has ``normalize=True``.
-
-        Args:
-            rows: Receives the gradients of q, k and v, ``[B, T, heads, size]``; heads and sizes are
-                contiguous. Tokens outside of sequences are not written.
-            d_out: Gradient of the sums of values, ``[B, H, T, E]``: that of the output over the
-                denominator.
-            delta: Negative gradient of the sums of weights, ``[B, H, T]``.
-            d_last: Gradient of the state after each sequence.
-            last: That state.
-
-        Returns:
-            The gradients of ``log_decay`` and of the state before each sequence.
-        """
-        return self._backward(rows, d_out, d_last, last, (self.unused, delta, self.unused))
-
-    def _backward(
-        self,
-        rows: tuple[Tensor, Tensor, Tensor],
-        d_out: Tensor,
-        d_last: tuple[Tensor, Tensor],
-        last: tuple[Tensor, Tensor],
-        statistics: tuple[Tensor, Tensor, Tensor] | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Write the gradients of q, k and v into ``rows``, and return the others.
-
-        ``statistics`` are what :meth:`_row_statistics` returns, if ``d_out`` is already divided.
-        """
-        d_out, divide = contiguous_rows(d_out), self.normalize and statistics is None
-        dq, dk, dv = rows
+    def backward(
+        self, d_out: Tensor, d_kv: Tensor, d_z: Tensor, last: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return the gradients; ``last`` is the state that the forward pass returned."""
+        d_out, divide = contiguous_rows(d_out), self.normalize
+        dq, dk = (self.new_rows(x, x.shape[1], self.d) for x in (self.q, self.k))
+        dv = self.new_rows(self.v, self.key_heads, self.e)
         first = tuple(torch.empty_like(x) for x in self.state)
         tiles = self._tiles(of_keys=True)["TILES"]
         layout = (tiles, 1) if self.decay != "vector" else (1, self.d)
         shape = (layout[0], self.batch, self.key_heads, self.tokens, layout[1])
         q_dq = self.unused.new_empty(shape if self.needs_decay_grad else 1)
         d_log = torch.zeros_like(q_dq) if self.is_varlen else torch.empty_like(q_dq)
-        d_last = self._scaled_gradient(*d_last)
+        d_last = self._scaled_gradient(d_kv, d_z)
         with device_context(self.q.device):
-            statistics = statistics or self._row_statistics(d_out)
+            statistics = self._row_statistics(d_out)
             tensors: tuple[Tensor, ...] = (dq, *self.state, *statistics, q_dq)
             self._launch(query_gradient_kernel, tensors, d_out, of_keys=True, DIVIDE=divide)
             rest = *last, *statistics, q_dq, d_log
@@ -206,7 +148,8 @@ class KernelLauncher:
                     of_keys=of == "keys", OF=of, DIVIDE=divide, RETURN_STATE=self.return_state,
                 )  # fmt: skip
         d_kv, d_z = (_scale(x, self.scale) if self.has_state else x.new_empty(0) for x in first)
-        return self._reduce_log_decay_grad(d_log), d_kv, d_z
+        dq, dk, dv = (x.transpose(1, 2) for x in (dq, dk, dv))
+        return dq, dk, dv, self._reduce_log_decay_grad(d_log), d_kv, d_z
 
     def _scaled_gradient(self, d_kv: Tensor, d_z: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradient of the state after each sequence, divided by the scale."""
@@ -223,7 +166,7 @@ class KernelLauncher:
         row_maxima = unused.new_empty((2, *inv_denom.shape) if exp else 1)
         parts = unused.new_empty(self._tiles()["TILES"], *inv_denom.shape)
         tensors = (parts, *self.state, unused, unused, inv_denom, row_maxima)
-        options = {"WEIGHTS": False, "STATISTICS": True, "RETURN_STATE": False}
+        options = {"STATISTICS": True, "RETURN_STATE": False}
         self._launch(out_kernel, tensors, d_out, **options)
         return inv_denom, parts.sum(0), row_maxima
 
@@ -242,11 +185,9 @@ class KernelLauncher:
         """The number of states, one per sequence."""
         return self.num_sequences if self.is_varlen else self.batch
 
-    def new_rows(
-        self, like: Tensor, heads: int, size: int, dtype: torch.dtype | None = None
-    ) -> Tensor:
+    def new_rows(self, like: Tensor, heads: int, size: int) -> Tensor:
         """Return :func:`empty_rows`, with zeros if there may be tokens outside of sequences."""
-        rows = empty_rows(like, heads, size, dtype)
+        rows = empty_rows(like, heads, size)
         return rows.zero_() if self.is_varlen else rows
 
     # -- launches ----------------------------------------------------------------------------------
@@ -300,9 +241,9 @@ def _scale(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1 else x * factor
 
 
-def empty_rows(like: Tensor, heads: int, size: int, dtype: torch.dtype | None = None) -> Tensor:
+def empty_rows(like: Tensor, heads: int, size: int) -> Tensor:
     """Return an empty tensor ``[B, T, heads, size]``, the layout of the output projection."""
-    return like.new_empty(like.shape[0], like.shape[2], heads, size, dtype=dtype)
+    return like.new_empty(like.shape[0], like.shape[2], heads, size)
 
 
 def empty_states(q: Tensor, k: Tensor, v: Tensor, count: int) -> tuple[Tensor, Tensor]:

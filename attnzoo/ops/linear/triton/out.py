@@ -52,8 +52,7 @@ def out_chunk(
     state, z, run, start, end, inputs, outputs, strides, place, columns, numbers,
     q_token: tl.constexpr, k_token: tl.constexpr, v_token: tl.constexpr, o_token: tl.constexpr,
     gate_token: tl.constexpr, D: tl.constexpr, E: tl.constexpr, G: tl.constexpr, C: tl.constexpr,
-    STATISTICS: tl.constexpr, WEIGHTS: tl.constexpr, MAP: tl.constexpr, DECAY: tl.constexpr,
-    NORMALIZE: tl.constexpr,
+    STATISTICS: tl.constexpr, MAP: tl.constexpr, DECAY: tl.constexpr, NORMALIZE: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
     """Process tokens ``start`` to ``end``, at most C, and return the state after them, and run.
@@ -123,12 +122,6 @@ def out_chunk(
             reciprocal = 1 / (tl.sum(scores, 1) + from_state + eps)
             acc *= reciprocal[:, None]
         else:
-            if WEIGHTS and tile == 0:
-                from_state = matrix_vector(queries, z, OPERAND, PRECISION)
-                if DECAY == "scalar":
-                    from_state *= q_weights
-                sums = (tl.sum(scores, 1) + from_state) * scale
-                tl.store(inv_denom + offset + token, sums, mask=store_mask)
             acc *= scale
         if STATISTICS:
             rows = d_out + g * o_head + base * o_token
@@ -170,7 +163,6 @@ def out_chunk(
 #          state before each sequence (HAS_STATE; else zeros), [S, Hkv, D, E] and [S, Hkv, D],
 #          float32
 # writes   result [B, T, H, E]; RETURN_STATE: kv_last, z_last, the state after each sequence;
-#          WEIGHTS, which excludes NORMALIZE: the sums of weights, [B, H, T], in inv_denom.
 #          STATISTICS, for the backward pass, instead: result, delta per tile, [tiles, B, H, T],
 #          where delta_i = sum(do_i * out_i) / denominator_i as in FlashAttention (denominator 1
 #          unless NORMALIZE); inv_denom [B, H, T]; for MAP "exp" row_maxima [2, B, H, T]: largest
@@ -190,7 +182,7 @@ def out_kernel(
     gate_token: tl.constexpr, key_heads: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, G: tl.constexpr, C: tl.constexpr,
     BX: tl.constexpr, BU: tl.constexpr, TILES: tl.constexpr, STATISTICS: tl.constexpr,
-    WEIGHTS: tl.constexpr, MAP: tl.constexpr, DECAY: tl.constexpr, NORMALIZE: tl.constexpr,
+    MAP: tl.constexpr, DECAY: tl.constexpr, NORMALIZE: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, VARLEN: tl.constexpr,
     HAS_STATE: tl.constexpr, RETURN_STATE: tl.constexpr,
 ):  # fmt: skip
@@ -227,7 +219,7 @@ def out_kernel(
                 state, z, run = out_chunk(
                     state, z, run, position + i * C, stop, inputs, outputs, strides, place,
                     columns, numbers, q_token, k_token, v_token, o_token, gate_token, D, E, G, C,
-                    STATISTICS, WEIGHTS, MAP, DECAY, NORMALIZE, OPERAND, PRECISION,
+                    STATISTICS, MAP, DECAY, NORMALIZE, OPERAND, PRECISION,
                     True,
                 )  # fmt: skip
                 whole += run
@@ -243,7 +235,7 @@ def out_kernel(
                 state, z, run = out_chunk(
                     state, z, run, position, end, inputs, outputs, strides, place, columns,
                     numbers, q_token, k_token, v_token, o_token, gate_token, D, E, G, WINDOW,
-                    STATISTICS, WEIGHTS, MAP, DECAY, NORMALIZE, OPERAND, PRECISION,
+                    STATISTICS, MAP, DECAY, NORMALIZE, OPERAND, PRECISION,
                     False,
                 )  # fmt: skip
                 position = end
@@ -252,7 +244,7 @@ def out_kernel(
             state, z, _ = out_chunk(
                 state, z, 0, begin + i * C, stop, inputs, outputs, strides, place,
                 columns, numbers, q_token, k_token, v_token, o_token, gate_token, D, E, G, C,
-                STATISTICS, WEIGHTS, MAP, DECAY, NORMALIZE, OPERAND, PRECISION,
+                STATISTICS, MAP, DECAY, NORMALIZE, OPERAND, PRECISION,
                     False,
             )  # fmt: skip
     if RETURN_STATE:

@@ -17,7 +17,6 @@ from attnzoo.runtime.compilers import assembler, compiler_reasons, gpu_capabilit
 from attnzoo.runtime.kernel_calls import (
     autocast_disabled,
     check_reverse_mode,
-    first_derivative_only,
 )
 
 LARGEST = 256  # key and value size
@@ -176,57 +175,3 @@ def _arguments(x: LinearInputs) -> tuple[tuple[Tensor | None, ...], tuple[Any, .
 def _table(sequences: Sequences | None) -> tuple[Tensor | None, Tensor | None]:
     """Return starts and lengths of sequences as the kernels take them."""
     return (None, None) if sequences is None else (sequences.starts, sequences.lengths)
-
-
-def linear_sums(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    state: LinearState | None,
-    sequences: Sequences | None,
-    return_state: bool = True,
-) -> tuple[Tensor, Tensor, LinearState | None]:
-    """Return sums of values ``[B, H, T, E]``, of weights ``[B, H, T]``, and the state after them.
-
-    The arguments are those of ``linear_attention``, causal and with features; float32 results.
-    """
-    from attnzoo.ops.linear.triton.custom_op import linear_sums_triton
-    from attnzoo.ops.linear.triton.launch import LinearOptions
-
-    kv, z = state or (None, None)
-    check_reverse_mode("linear_attention", q, k, v, log_decay, kv, z)
-    options = LinearOptions(return_state=return_state)
-    out, weights, *last = linear_sums_triton(
-        q, k, v, log_decay, kv, z, *_table(sequences), *options
-    )
-    return out, weights, LinearState(*last) if return_state else None
-
-
-def divide_sums(values: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``values / weights``, sums that :func:`linear_sums` returned.
-
-    The gradients of both sums are consistent after the kernels round that of the values to
-    ``dtype``. With values of mean 1, gradients of queries are differences of both that nearly
-    cancel; rounding one of them would leave its error.
-    """
-    out: Tensor = _RoundedQuotient.apply(values, weights, dtype)  # type: ignore[no-untyped-call]
-    return out
-
-
-class _RoundedQuotient(torch.autograd.Function):
-    """See :func:`divide_sums`."""
-
-    @staticmethod
-    def forward(ctx: Any, numerator: Tensor, denominator: Tensor, dtype: torch.dtype) -> Tensor:
-        out = numerator / denominator
-        ctx.save_for_backward(out, denominator)
-        ctx.dtype = dtype
-        return out
-
-    @staticmethod
-    @first_derivative_only("linear_attention")
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, None]:
-        out, denominator = ctx.saved_tensors
-        d_numerator = (d_out / denominator).to(ctx.dtype).to(d_out.dtype)
-        return d_numerator, -(d_numerator * out).sum(-1, keepdim=True), None
