@@ -343,7 +343,7 @@ def test_gradients_of_gates_on_hopper_need_a_newer_triton(
 @pytest.fixture
 def fake_gpu(calls, monkeypatch):
     """Calls on the CPU select as those on a GPU without a verdict of attnzoo's own kernels."""
-    monkeypatch.setenv("ATTNZOO_VERDICT_TRITON", "failed")
+    monkeypatch.setattr("attnzoo.runtime.gpu_verdicts.stored_verdicts", lambda device: ())
     for name in ("linear_attention", "delta_attention"):
         for op in (name, name.replace("attention", "step")):
             table = {**registry._automatic(registry._NAMED[op].values())}
@@ -361,9 +361,7 @@ def test_a_gpu_without_a_verdict_runs_fla(op, decay, fake_gpu, calls):
     assert found.impl.reason.startswith(
         "chunk form; flash-linear-attention is installed; compared with torch on cpu"
     )
-    assert ("triton is skipped: ATTNZOO_VERDICT_TRITON=failed" in found.impl.reason) == (
-        op == "linear"
-    )
+    assert ("triton is skipped: `attnzoo doctor` has not" in found.impl.reason) == (op == "linear")
     assert len(calls) == 2  # one is the comparison
     function(**{name: y for name, y in x.items() if name not in ("kv", "z")})
     assert len(calls) == 3

@@ -176,7 +176,7 @@ def test_the_operator_passes_opcheck():
 
 def test_auto_selects_the_kernels_only_if_they_passed_a_check(monkeypatch):
     verdict = ["not checked", ""]
-    monkeypatch.setattr(module, "kernel_verdict", lambda op, *_: tuple(verdict))
+    monkeypatch.setattr(module, "own_verdict", lambda *_: tuple(verdict))
     change_implementation(monkeypatch, "block_sparse_attention", "triton", devices=(DEVICE.type,))
     change_implementation(monkeypatch, "block_sparse_attention", "cpp", automatic="")
     x = torch.randn(1, 1, 3, 16, device=DEVICE)

@@ -109,20 +109,6 @@ class KernelLauncher:
             self._launch(out_kernel, tensors, self.v, **options)
         return out.transpose(1, 2), *(last or (self.unused.new_empty(0), self.unused.new_empty(0)))
 
-    def value_gradient(self, d_out: Tensor, d_kv: Tensor, d_z: Tensor) -> Tensor:
-        """Return the gradient of v alone, ``[B, Hkv, T, E]``, of a call that does not divide."""
-        assert not self.normalize
-        dv = self.new_rows(self.v, self.key_heads, self.e)
-        d_last = self._scaled_gradient(d_kv, d_z)
-        with device_context(self.q.device):
-            d_first = torch.empty_like(self.state[0])
-            tensors = (dv, *d_last, d_first, *(self.unused,) * 7)
-            self._launch(
-                key_gradient_kernel, tensors, contiguous_rows(d_out), OF="values", DIVIDE=False,
-                RETURN_STATE=self.return_state,
-            )  # fmt: skip
-        return dv.transpose(1, 2)
-
     def backward(
         self, d_out: Tensor, d_kv: Tensor, d_z: Tensor, last: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
