@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
-from transformers import ByT5Tokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import BertConfig, BertModel, ByT5Tokenizer, GPT2Config, GPT2LMHeadModel
 
-from attnzoo.commands.compare import demo
+from attnzoo.commands.compare import compare, demo
 from attnzoo.compare.workers import Workers
 
 
@@ -44,3 +44,14 @@ def test_demo(tmp_path, monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out) == rows
     pictures = {x.stem for x in (out / "pictures").glob("*.png")}
     assert {"time-cpu-model-decode", "memory-cpu-model-decode"} <= pictures
+
+
+def test_an_encoder_has_presets_of_its_own(tmp_path, monkeypatch):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    BertModel(BertConfig(num_hidden_layers=1, vocab_size=99, **sizes)).save_pretrained(tmp_path)
+    found = []
+    monkeypatch.setattr("attnzoo.commands.compare._compare", lambda *given: found.append(given[0]))
+    for attention in (["longformer"], None):
+        compare(tmp_path, "64", attention)
+        windows = [x.default.options["window"] for x in found[-1].specs if "longformer" in str(x)]
+        assert windows == [256]
