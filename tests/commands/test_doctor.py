@@ -15,7 +15,7 @@ from attnzoo.evaluation import check_cpp, installation
 from attnzoo.evaluation.gpu_kernels import CASES
 from attnzoo.evaluation.installation import OK, UNAVAILABLE, WRONG, CheckResult, check_installation
 from attnzoo.hf import release_check, seam
-from attnzoo.hf.attention.call import ForwardArguments
+from attnzoo.hf.attention import call
 from attnzoo.runtime.gpu_verdicts import KernelVerdict
 
 
@@ -102,7 +102,7 @@ def test_an_untested_version_is_named_and_passes(monkeypatch):
 
 
 def test_a_release_in_which_states_are_lost_fails(monkeypatch):
-    monkeypatch.setattr(ForwardArguments, "cache", lambda self, args, kwargs: None)
+    monkeypatch.setattr(call, "state_layer", lambda *arguments: None)
     row = only(monkeypatch, "x", lambda: installation._release())
     assert row.status == WRONG
     assert "a dynamic cache holds no states" in row.detail

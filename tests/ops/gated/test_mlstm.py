@@ -184,7 +184,7 @@ def test_the_output_names_its_implementation():
     [
         (
             {"impl": "flex"},
-            "linear_attention has no impl 'flex'.*auto, triton, cpp, torch",
+            "linear_attention has no impl 'flex'.*auto, triton, fla, cpp, torch",
         ),
         ({"chunk_size": 0}, "chunk_size must be an integer from 1 to"),
     ],
