@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnzoo.backends.feature_maps.base import FeatureMapConfig, get_feature_map
-from attnzoo.backends.gates.decays import GATES, Gate, GateModule, get_gate, init_identity
+from attnzoo.backends.gates.decays import GATES, Gate, GateModule, get_gate
 from attnzoo.backends.parts.convolution import ShortConvolution
 from attnzoo.backends.parts.recurrent import RecurrentBackend, RecurrentConfig, check_features
 from attnzoo.contract.backend import register
@@ -109,32 +109,18 @@ def _refusal(gate: type[GateModule]) -> str:
     return ""
 
 
-class OutputGate(nn.Module):
-    r"""The gate of the state's output, :math:`2\,\sigma(x W_1 W_2 + b)` with rank E.
+class OutputGate(GateModule):
+    r"""The gate of the state's output, :math:`2\,\sigma(x W_1 W_2 + b)` with rank E; 1 at first.
 
     KDA (arXiv:2510.26692) multiplies by :math:`\sigma(x W_1 W_2 + b)` after a normalisation of the
     output. A pretrained layer's output has a length, so there is no normalisation here.
     """
 
-    def __init__(self, heads: int, value_dim: int, hidden_size: int) -> None:
-        super().__init__()
-        self.down = nn.Parameter(torch.empty(value_dim, hidden_size))
-        self.up = nn.Parameter(torch.empty(heads * value_dim, value_dim))
-        self.bias = nn.Parameter(torch.empty(heads, value_dim))
-
-    def reset_parameters(self) -> None:
-        """Initialise to 1 for every token; ``down`` gives ``up`` a gradient."""
-        init_identity(self.down)
-        nn.init.zeros_(self.up)
-        nn.init.zeros_(self.bias)
+    shapes: ClassVar = {"down": ("E M", None), "up": ("QE E", 0.0), "bias": ("Q E", 0.0)}
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return factors, ``[B, H, T, E]``, from ``[B, T, M]`` in float32 or wider."""
-        x, heads = hidden_states, len(self.bias)
-        low = F.linear(x, self.down.to(x.dtype))
-        logits = F.linear(low, self.up.to(x.dtype), self.bias.to(x.dtype).flatten())
-        factors: Tensor = 2 * logits.sigmoid().unflatten(-1, (heads, -1)).transpose(1, 2)
-        return factors
+        """Return factors, ``[B, H, T, E]``, from ``[B, T, M]``."""
+        return 2 * self.channel_logits(hidden_states).sigmoid()
 
 
 @register("delta")
@@ -180,7 +166,7 @@ class DeltaBackend(RecurrentBackend):
             self.convolution = ShortConvolution(channels, self.config.short_convolution)
         self.output_gate: OutputGate | None = None
         if self.config.output_gate:
-            self.output_gate = OutputGate(geometry.num_heads, value_dim, hidden)
+            self.output_gate = OutputGate(config, geometry)
         self.mix_weight: nn.Parameter | None = None  # u
         self.mix_lse: nn.Parameter | None = None  # c
         if self.config.window is not None:
@@ -277,7 +263,7 @@ class DeltaBackend(RecurrentBackend):
         output = self.run_op(inputs, state)
         if self.output_gate is not None:
             assert inputs.hidden_states is not None
-            gate = self.output_gate(widen(inputs.hidden_states))
+            gate = self.output_gate(inputs.hidden_states)
             output = output._replace(out=output.out * gate)
         if last is not None:
             output = output._replace(state=DeltaConvolutionState(output.state.kv, last))  # type: ignore[union-attr]

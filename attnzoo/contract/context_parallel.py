@@ -316,11 +316,3 @@ def reset_new_sequences(state: Tensor, shard: SequenceShard) -> Tensor:
         return state
     new_at_start = segment_starts[0][:, shard.rank]
     return state.masked_fill(new_at_start.view(-1, *(1 for _ in state.shape[1:])), 0)
-
-
-def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
-    """Return float32, or the widest dtype of the tensors if it is wider."""
-    dtype = torch.float32
-    for x in tensors:
-        dtype = torch.promote_types(dtype, x.dtype)
-    return dtype

@@ -14,7 +14,7 @@ features of a key, R rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -32,6 +32,43 @@ from attnzoo.errors import (
 )
 from attnzoo.runtime.kernel_calls import widen
 
+# Learned gates are the 16th root of a sigmoid, so that the memory is hundreds of tokens long while
+# the gradient of the sigmoid is not small (arXiv:2312.06635; arXiv:2405.05254).
+TEMPERATURE = 16.0
+
+# Initial bias of learned gates: log sigmoid(2) / 16 = -0.0079, so a token keeps 99.2% of the state,
+# and 1/e remains after 126 tokens. A larger bias gives a longer memory, but a smaller gradient to
+# learn forgetting from (here 12% of an open gate's). On the embedded model (hedgehog, only extras
+# trained, 80 steps of Adam), initial biases of 0, 2 and 5 went from 4.08, 4.37 and 4.40 bits per
+# byte to 1.71, 1.77 and 1.84; but 0 is a memory of 23 tokens, beyond which gradients nearly vanish.
+GATE_BIAS = 2.0
+
+# The initial decay rate per token, for gates with another parametrisation
+INITIAL_RATE = math.log1p(math.exp(-GATE_BIAS)) / TEMPERATURE
+
+# Initial decay of a token in the delta rule's gates: the state keeps 1/e after 512 tokens
+DELTA_RATE = 1 / 512
+
+RANK = 16  # of the projection from hidden states to channels (arXiv:2312.06635)
+
+# The parameters of a gate by name: the sizes of each, in letters, and its initial value. "HF R" is
+# [Hkv * F, R], and "Q" stands for the query heads. None means the identity.
+Shapes = Mapping[str, tuple[str, float | None]]
+
+
+def per_head(bias: float) -> Shapes:
+    """Return the parameters of :math:`x w + b` for each key head, equal for all tokens."""
+    return {"weight": ("H M", 0.0), "bias": ("H", bias)}
+
+
+def per_channel(bias: float) -> Shapes:
+    """Return the parameters of :math:`x W_1 W_2 + b` for each key channel, with rank R.
+
+    ``up`` is zero, so all tokens are equal at first and ``down`` has no effect. ``down`` must not
+    be zero too, because then neither would have a gradient.
+    """
+    return {"down": ("R M", None), "up": ("HF R", 0.0), "bias": ("H F", bias)}
+
 
 class GateModule(nn.Module):
     """Base class of what the option ``gate`` names: numbers per token that a backend's op takes.
@@ -45,19 +82,57 @@ class GateModule(nn.Module):
         needs_hidden_states: Whether the numbers are computed from hidden states.
         no_weight_decay: Parameters that set a decay or a mixture, to which weight decay does not
             apply. Biases need no entry.
+        shapes: The parameters, which the constructor creates and initialises.
     """
 
     needs_hidden_states: ClassVar[bool] = False
     no_weight_decay: ClassVar[tuple[str, ...]] = ()
+    shapes: ClassVar[Shapes] = {}
+    weight: Tensor  # of per_head
+    bias: Tensor
+    down: Tensor  # of per_channel
+    up: Tensor
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
         super().__init__()
         self.geometry = geometry
         # A layer without a hidden size is refused after it is built; until then 1 is a placeholder
         self.hidden_size = geometry.hidden_size or 1
+        sizes = {"H": geometry.num_key_heads, "Q": geometry.num_heads, "M": self.hidden_size}
+        sizes |= {"F": geometry.head_dim, "E": geometry.value_dim or 1, "R": RANK}
+        for name, (letters, _) in self.shapes.items():
+            shape = (math.prod(sizes[letter] for letter in word) for word in letters.split())
+            self.register_parameter(name, nn.Parameter(torch.empty(*shape)))
+        GateModule.reset_parameters(self)
 
     def reset_parameters(self) -> None:
         """Initialise the weights."""
+        for name, (_, value) in self.shapes.items():
+            weight: Tensor = getattr(self, name)
+            if value is not None:
+                nn.init.constant_(weight, value)
+            elif not weight.is_meta:  # where torch.eye fails if the default device is another one
+                nn.init.eye_(weight)
+
+    def head_logits(self, hidden_states: Tensor | None) -> Tensor:
+        """Return :math:`x w + b` of each head, ``[B, Hkv, S]``, float32 or wider."""
+        assert hidden_states is not None
+        x = widen(hidden_states)
+        return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype)).transpose(1, 2)
+
+    def channel_logits(
+        self, hidden_states: Tensor | None, activation: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """Return :math:`x W_1 W_2 + b` of each head, ``[B, Hkv, S, F]``, float32 or wider.
+
+        The activation is applied to :math:`x W_1`.
+        """
+        assert hidden_states is not None
+        x = widen(hidden_states)
+        inner = F.linear(x, self.down.to(x.dtype))
+        inner = inner if activation is None else activation(inner)
+        logits = F.linear(inner, self.up.to(x.dtype), self.bias.flatten().to(x.dtype))
+        return logits.view(*x.shape[:2], *self.bias.shape).transpose(1, 2)
 
 
 class Decay(NamedTuple):
@@ -200,69 +275,7 @@ class AlibiGate(Gate):
         return alibi_log_decay(k.shape[1], device=k.device, dtype=k.dtype)
 
 
-# -- projections of hidden states to gates, of rank R ---------------------------------------------
-
-# Learned gates are the 16th root of a sigmoid, so that the memory is hundreds of tokens long while
-# the gradient of the sigmoid is not small (arXiv:2312.06635; arXiv:2405.05254).
-TEMPERATURE = 16.0
-
-# Initial bias of learned gates: log sigmoid(2) / 16 = -0.0079, so a token keeps 99.2% of the state,
-# and 1/e remains after 126 tokens. A larger bias gives a longer memory, but a smaller gradient to
-# learn forgetting from (here 12% of an open gate's). On the embedded model (hedgehog, only extras
-# trained, 80 steps of Adam), initial biases of 0, 2 and 5 went from 4.08, 4.37 and 4.40 bits per
-# byte to 1.71, 1.77 and 1.84; but 0 is a memory of 23 tokens, beyond which gradients nearly vanish.
-GATE_BIAS = 2.0
-
-# The initial decay rate per token, for gates with another parametrisation
-INITIAL_RATE = math.log1p(math.exp(-GATE_BIAS)) / TEMPERATURE
-
-RANK = 16  # of the projection from hidden states to channels (arXiv:2312.06635)
-
-
-def init_identity(x: Tensor) -> None:
-    """Initialise a matrix to the identity; a model that is built without memory has no values."""
-    if not x.is_meta:  # where torch.eye fails if the default device is another one
-        nn.init.eye_(x)
-
-
-def softplus_of_heads(logits: Tensor) -> Tensor:
-    """Return the softplus of ``[B, T, H, X]`` as ``[B, H, T, X]``: steps and rates of gates.
-
-    The softplus of a contiguous tensor, because torch.compile (2.13, 2.14) traces its gradient
-    with the layout of the input, and the operator returns that of the incoming gradient.
-    """
-    return F.softplus(logits.transpose(1, 2).contiguous())
-
-
-def low_rank_projection(
-    hidden_states: Tensor,
-    down: Tensor,
-    up: Tensor,
-    bias: Tensor,
-    *,
-    activation: Callable[[Tensor], Tensor] | None = None,
-) -> Tensor:
-    """Return :math:`x W_1 W_2 + b` of each head, ``[B, Hkv, S, D]``, float32 or wider.
-
-    Args:
-        hidden_states: x, ``[B, S, M]``.
-        down: W1 transposed, ``[R, M]``.
-        up: W2 transposed, one block per head, ``[Hkv * D, R]``.
-        bias: b of each head, ``[Hkv, D]``.
-        activation: Applied to :math:`x W_1`.
-    """
-    x = widen(hidden_states)
-    inner = F.linear(x, down.to(x.dtype))
-    inner = inner if activation is None else activation(inner)
-    logits = F.linear(inner, up.to(x.dtype), bias.flatten().to(x.dtype))
-    return logits.view(*x.shape[:2], *bias.shape).transpose(1, 2)
-
-
 # -- gates with weights, which compute decays from hidden states -----------------------------------
-
-
-# Initial decay of a token in the delta rule's gates: the state keeps 1/e after 512 tokens
-DELTA_RATE = 1 / 512
 
 
 @register_gate("gated_retention")
@@ -273,159 +286,95 @@ class GatedRetentionGate(Gate):
     """
 
     needs_hidden_states = True
-
-    def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
-        super().__init__(config, geometry)
-        heads = geometry.num_key_heads
-        self.weight = nn.Parameter(torch.empty(heads, self.hidden_size))
-        self.bias = nn.Parameter(torch.empty(heads))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Initialise to the same long memory for every token."""
-        nn.init.zeros_(self.weight)
-        nn.init.constant_(self.bias, GATE_BIAS)
+    shapes = per_head(GATE_BIAS)
 
     def log_decay(self, k: Tensor, hidden_states: Tensor | None) -> Tensor:
         """Return one decay per token, ``[B, Hkv, S]``."""
-        assert hidden_states is not None
-        x = widen(hidden_states)
-        logits = F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
-        return F.logsigmoid(logits).transpose(1, 2) / TEMPERATURE
-
-
-class LowRankGate(Gate):
-    """Base class of gates per key channel: a low-rank projection of the hidden states."""
-
-    needs_hidden_states = True
-    initial_bias: ClassVar[float] = GATE_BIAS
-
-    def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
-        super().__init__(config, geometry)
-        heads = geometry.num_key_heads
-        self.down = nn.Parameter(torch.empty(RANK, self.hidden_size))
-        self.up = nn.Parameter(torch.empty(heads * geometry.head_dim, RANK))
-        self.bias = nn.Parameter(torch.empty(heads, geometry.head_dim))
-        LowRankGate.reset_parameters(self)
-
-    def reset_parameters(self) -> None:
-        """Initialise to the same long memory for every token.
-
-        ``up`` is zero, so ``down`` has no effect on the first output. ``down`` must not be zero
-        too, because then neither would have a gradient.
-        """
-        init_identity(self.down)
-        nn.init.zeros_(self.up)
-        nn.init.constant_(self.bias, self.initial_bias)
+        return F.logsigmoid(self.head_logits(hidden_states)) / TEMPERATURE
 
 
 @register_gate("gla")
-class GLAGate(LowRankGate):
+class GLAGate(Gate):
     r"""GLA (arXiv:2312.06635): :math:`g = \log \sigma(x W_1 W_2 + b) / 16`.
 
     One learned decay per token and key channel, with projections of rank 16.
     """
 
+    needs_hidden_states = True
+    shapes = per_channel(GATE_BIAS)
+
     def log_decay(self, k: Tensor, hidden_states: Tensor | None) -> Tensor:
         """Return one decay per token and feature, ``[B, Hkv, S, F]``."""
-        assert hidden_states is not None
-        logits = low_rank_projection(hidden_states, self.down, self.up, self.bias)
-        return F.logsigmoid(logits) / TEMPERATURE
+        return F.logsigmoid(self.channel_logits(hidden_states)) / TEMPERATURE
+
+
+class SoftplusGate(Gate):
+    r"""Base class of gates :math:`g = -e^a \Delta` with the step :math:`\Delta` of a token."""
+
+    needs_hidden_states = True
+    no_weight_decay = ("log_rate",)
+    log_rate: Tensor  # [Hkv], a
+
+    def decay_and_step(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the log decays and the steps, the softplus of ``[B, Hkv, S, ...]``.
+
+        The softplus of a contiguous tensor, because torch.compile (2.13, 2.14) traces its gradient
+        with the layout of the input, and the operator returns that of the incoming gradient.
+        """
+        step = F.softplus(logits.contiguous())
+        rate = self.log_rate.to(step.dtype).exp()
+        return -rate.view(-1, *(1,) * (step.dim() - 2)) * step, step
 
 
 @register_gate("scalar")
-class ScalarGate(Gate):
+class ScalarGate(SoftplusGate):
     r"""Gated DeltaNet (arXiv:2412.06464): :math:`g = -e^a\, \mathrm{softplus}(x w + b)`.
 
     One learned decay per token and key head; a is ``A_log`` and b ``dt_bias`` of Gated DeltaNet.
     """
 
-    needs_hidden_states = True
-    no_weight_decay = ("log_rate",)
-    initial_rate: ClassVar[float] = DELTA_RATE
-
-    def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
-        super().__init__(config, geometry)
-        heads = geometry.num_key_heads
-        self.weight = nn.Parameter(torch.empty(heads, self.hidden_size))
-        self.bias = nn.Parameter(torch.empty(heads))
-        self.log_rate = nn.Parameter(torch.empty(heads))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Initialise to the same long memory for every token."""
-        nn.init.zeros_(self.weight)
-        nn.init.constant_(self.bias, math.log(math.expm1(self.initial_rate)))
-        nn.init.zeros_(self.log_rate)
+    shapes: ClassVar = {**per_head(math.log(math.expm1(DELTA_RATE))), "log_rate": ("H", 0.0)}
 
     def log_decay(self, k: Tensor, hidden_states: Tensor | None) -> Tensor:
         """Return one decay per token, ``[B, Hkv, S]``."""
-        assert hidden_states is not None
-        return mamba2_gate(hidden_states, self.weight, self.bias, self.log_rate)[0]
+        return self.decay_and_step(self.head_logits(hidden_states))[0]
 
 
 @register_gate("vector")
-class VectorGate(LowRankGate):
+class VectorGate(SoftplusGate):
     r"""KDA (arXiv:2510.26692): :math:`g = -e^a\, \mathrm{softplus}(x W_1 W_2 + b)`.
 
     One learned decay per token and key channel, with projections of rank 16 and one a per key head.
     """
 
-    no_weight_decay = ("log_rate",)
-    initial_bias = math.log(math.expm1(DELTA_RATE))
-
-    def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
-        super().__init__(config, geometry)
-        self.log_rate = nn.Parameter(torch.empty(geometry.num_key_heads))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Initialise to the same long memory for every token."""
-        super().reset_parameters()
-        nn.init.zeros_(self.log_rate)
+    shapes: ClassVar = {**per_channel(math.log(math.expm1(DELTA_RATE))), "log_rate": ("H", 0.0)}
 
     def log_decay(self, k: Tensor, hidden_states: Tensor | None) -> Tensor:
         """Return one decay per token and feature, ``[B, Hkv, S, F]``."""
-        assert hidden_states is not None
-        logits = low_rank_projection(hidden_states, self.down, self.up, self.bias)
-        step = softplus_of_heads(logits.transpose(1, 2))
-        return -self.log_rate.to(step.dtype).exp()[:, None, None] * step
-
-
-def mamba2_gate(
-    hidden_states: Tensor, weight: Tensor, bias: Tensor, log_rate: Tensor
-) -> tuple[Tensor, Tensor]:
-    r"""Return the decays :math:`-e^a \Delta` and steps :math:`\Delta` of Mamba-2, ``[B, Hkv, S]``.
-
-    In the paper the step multiplies the value, which is the same without a normaliser.
-    """
-    x = widen(hidden_states)
-    logits = F.linear(x, weight.to(x.dtype), bias.to(x.dtype))
-    step = softplus_of_heads(logits.unsqueeze(-1)).squeeze(-1)
-    return -log_rate.to(x.dtype).exp()[:, None] * step, step
+        return self.decay_and_step(self.channel_logits(hidden_states))[0]
 
 
 @register_gate("mamba2")
-class Mamba2Gate(ScalarGate):
+class Mamba2Gate(SoftplusGate):
     r"""Mamba-2 (arXiv:2405.21060): :math:`g = -e^a \Delta`.
 
     One learned decay per token and key head, with the step
-    :math:`\Delta = \mathrm{softplus}(x w + b)`, by which the key is multiplied.
+    :math:`\Delta = \mathrm{softplus}(x w + b)`, by which the key is multiplied. In the paper the
+    step multiplies the value, which is the same without a normaliser.
     """
 
     scales_keys = True
     expected_keys = 1  # a token enters the state with the weight that the state loses
-    initial_rate = INITIAL_RATE
+    shapes: ClassVar = {**per_head(math.log(math.expm1(INITIAL_RATE))), "log_rate": ("H", 0.0)}
 
     def forward(self, k: Tensor, hidden_states: Tensor | None) -> Decay:
         """Return one log decay per token, ``[B, Hkv, S]``, and the steps that multiply the keys."""
-        assert hidden_states is not None
-        log_decay, step = mamba2_gate(hidden_states, self.weight, self.bias, self.log_rate)
+        log_decay, step = self.decay_and_step(self.head_logits(hidden_states))
         return Decay(log_decay, step.unsqueeze(-1))
 
 
 @register_gate("hgrn2")
-class HGRN2Gate(LowRankGate):
+class HGRN2Gate(Gate):
     r"""HGRN-2 (arXiv:2404.07904): :math:`g = \log f`, and keys are multiplied by 1 - f.
 
     One learned decay per token and key channel: :math:`f = l + (1 - l) \sigma(x W_1 W_2 + b)` with
@@ -433,26 +382,17 @@ class HGRN2Gate(LowRankGate):
     pretrained keys, so here 1 - f multiplies their features; if these are ones, this is HGRN-2.
     """
 
+    needs_hidden_states = True
     scales_keys = True
     expected_keys = 1  # a token enters the state with the weight that the state loses
     no_weight_decay = ("bound",)
-
-    initial_bias = math.log(0.5 / INITIAL_RATE - 1)  # with the initial bound of 1/2
-
-    def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
-        super().__init__(config, geometry)
-        self.bound = nn.Parameter(torch.empty(geometry.num_key_heads, geometry.head_dim))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Initialise to the same long memory for every token, and a lower bound of 1/2."""
-        super().reset_parameters()
-        nn.init.zeros_(self.bound)
+    # with a lower bound of 1/2
+    shapes: ClassVar = {**per_channel(math.log(0.5 / INITIAL_RATE - 1)), "bound": ("H F", 0.0)}
+    bound: Tensor
 
     def forward(self, k: Tensor, hidden_states: Tensor | None) -> Decay:
         """Return log f, and 1 - f, which multiplies the keys, ``[B, Hkv, S, F]`` each."""
-        assert hidden_states is not None
-        logits = low_rank_projection(hidden_states, self.down, self.up, self.bias)
+        logits = self.channel_logits(hidden_states)
         one_minus_bound = torch.sigmoid(-self.bound.to(logits.dtype)).unsqueeze(1)
         # 1 - f as a product of sigmoids does not cancel where f is nearly 1. The clamp keeps the
         # gradient of the logarithm finite.

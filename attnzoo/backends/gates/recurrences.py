@@ -1,6 +1,6 @@
 """Recurrences that are more than a decay: RWKV-6, mLSTM and the full-matrix gate.
 
-Each has an op and a state of its own. Other letters: R rank.
+Each has an op and a state of its own.
 """
 
 from __future__ import annotations
@@ -11,19 +11,16 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from attnzoo.backends.gates.decays import (
     GATE_BIAS,
     INITIAL_RATE,
-    RANK,
     TEMPERATURE,
     GateModule,
-    init_identity,
-    low_rank_projection,
+    per_channel,
     register_gate,
 )
-from attnzoo.contract.config import BackendConfig, Geometry
 from attnzoo.contract.states import AttentionOutput
 from attnzoo.ops.gated.matrix_gate import TakeTokens, matrix_gated_attention
 from attnzoo.ops.gated.mlstm import mlstm_attention
@@ -71,31 +68,12 @@ class RWKV6(Recurrence):
 
     no_weight_decay = ("log_bonus",)
     op = staticmethod(rwkv6_attention)
-
-    def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
-        super().__init__(config, geometry)
-        heads = geometry.num_key_heads
-        self.down = nn.Parameter(torch.empty(RANK, self.hidden_size))
-        self.up = nn.Parameter(torch.empty(heads * geometry.head_dim, RANK))
-        self.bias = nn.Parameter(torch.empty(heads, geometry.head_dim))
-        self.log_bonus = nn.Parameter(torch.empty(heads, geometry.head_dim))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Initialise to the same long memory for every token, and a bonus of 1.
-
-        ``down`` gives ``up`` a gradient.
-        """
-        init_identity(self.down)
-        nn.init.zeros_(self.up)
-        nn.init.constant_(self.bias, math.log(INITIAL_RATE))
-        nn.init.zeros_(self.log_bonus)
+    shapes: ClassVar = {**per_channel(math.log(INITIAL_RATE)), "log_bonus": ("H F", 0.0)}
+    log_bonus: Tensor
 
     def forward(self, hidden_states: Tensor) -> dict[str, Any]:
         """Return the log decays and the bonus."""
-        logits = low_rank_projection(
-            hidden_states, self.down, self.up, self.bias, activation=torch.tanh
-        )
+        logits = self.channel_logits(hidden_states, torch.tanh)
         log_decay = -logits.clamp(max=MAX_LOG_RATE).exp()
         return {"log_decay": log_decay, "bonus": widen(self.log_bonus).exp()}
 
@@ -116,20 +94,14 @@ class MLSTM(Recurrence):
         "normalize": "has a normaliser of its own, max(|q n|, 1)",
         "eps": "divides by max(|q n|, 1) and needs none",
     }
-
-    def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
-        super().__init__(config, geometry)
-        heads = geometry.num_key_heads
-        self.forget_weight = nn.Parameter(torch.empty(heads, self.hidden_size))
-        self.forget_bias = nn.Parameter(torch.empty(heads))
-        self.input_weight = nn.Parameter(torch.empty(heads, self.hidden_size))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Initialise to the same long memory and the same input weight for every token."""
-        nn.init.constant_(self.forget_bias, -math.log(math.expm1(INITIAL_RATE)))
-        nn.init.zeros_(self.forget_weight)
-        nn.init.zeros_(self.input_weight)
+    shapes: ClassVar = {
+        "forget_weight": ("H M", 0.0),
+        "forget_bias": ("H", -math.log(math.expm1(INITIAL_RATE))),
+        "input_weight": ("H M", 0.0),
+    }
+    forget_weight: Tensor
+    forget_bias: Tensor
+    input_weight: Tensor
 
     def forward(self, hidden_states: Tensor) -> dict[str, Any]:
         """Return the logarithms of the forget gates and of the input gates."""
@@ -152,21 +124,7 @@ class Matrix(Recurrence):
     has_weights = False
     ops = ("matrix_gated_attention",)
     fixed_options: ClassVar = {"chunk_size": "runs token by token and has no chunks"}
-
-    def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
-        super().__init__(config, geometry)
-        assert geometry.value_dim is not None
-        shape = geometry.num_key_heads, geometry.head_dim, geometry.value_dim
-        self.down = nn.Parameter(torch.empty(RANK, self.hidden_size))
-        self.up = nn.Parameter(torch.empty(math.prod(shape), RANK))
-        self.bias = nn.Parameter(torch.empty(shape))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Initialise to the same long memory for every token, ``down`` gives ``up`` a gradient."""
-        init_identity(self.down)
-        nn.init.zeros_(self.up)
-        nn.init.constant_(self.bias, GATE_BIAS)
+    shapes: ClassVar = {"down": ("R M", None), "up": ("HFE R", 0.0), "bias": ("H F E", GATE_BIAS)}
 
     def forward(self, hidden_states: Tensor) -> dict[str, Any]:
         """Return the log decays, as a function that gets ``take``, which takes n tokens."""

@@ -11,7 +11,6 @@ from torch import Tensor
 from attnzoo.contract.context_parallel import (
     LOG_ZERO,
     SequenceShard,
-    accumulation_dtype,
     clear_finished_sequences,
     gather_from_earlier_ranks,
     log_decay_across_shard,
@@ -241,7 +240,7 @@ def _state_from_earlier_ranks(
         log_weight = shard.rows(log_weight).masked_fill(~is_real, LOG_ZERO)
         k, v, log_forget = (shard.rows(x) for x in (k, v, log_forget.unsqueeze(3)))
         log_forget = log_forget.squeeze(3)
-    k, v = (x.to(accumulation_dtype(k, v)) for x in (k, v))
+    k, v = (x.to(state_dtype(k, k, v)) for x in (k, v))
     # Summed from the end, so that the largest weights come from short sums
     log_decay = log_forget.to(k.dtype).clamp(min=LOWEST_LOG_DECAY)
     reverse_sums = log_decay.flip(2).cumsum(2).flip(2).unsqueeze(3)

@@ -11,7 +11,6 @@ from torch.nn.functional import pad
 
 from attnzoo.contract.context_parallel import (
     SequenceShard,
-    accumulation_dtype,
     clear_finished_sequences,
     fold_earlier_states,
     gather_from_earlier_ranks,
@@ -21,6 +20,7 @@ from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import LinearState
 from attnzoo.ops.linear.common import log_decay_per_token
 from attnzoo.ops.linear.torch import LOWEST_LOG_DECAY, exp_flush_denormals
+from attnzoo.runtime.kernel_calls import state_dtype
 
 
 def state_from_earlier_ranks(
@@ -50,7 +50,7 @@ def state_from_earlier_ranks(
     if log_decay is not None:
         log_decay = log_decay_per_token(log_decay, k)
         log_decay = shard.rows(log_decay)
-    k, v = (shard.rows(x).to(accumulation_dtype(k, v)) for x in (k, v))
+    k, v = (shard.rows(x).to(state_dtype(k, k, v)) for x in (k, v))
     k = clear_finished_sequences(k, shard, 0)
     if log_decay is None:
         kv, z, state_decay = k.mT @ v, k.sum(2), k.new_zeros(*k.shape[:2], 1)
