@@ -28,9 +28,6 @@ os.environ["OMP_NUM_THREADS"] = str(min(_share, int(os.environ.get("OMP_NUM_THRE
 # before any test module imports Triton, and the variable is then removed, so that processes that
 # tests start do not inherit it. The first launch would import the last module of this list.
 INTERPRETED = (
-    "attnzoo.ops.block_sparse.triton.launch",
-    "attnzoo.ops.block_sparse.triton.selection_launch",
-    "attnzoo.ops.block_sparse.triton.step",
     "attnzoo.ops.linear.triton.custom_op",
     "attnzoo.ops.linear.triton.step",
     "triton.experimental.gluon",

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention
 
+import attnzoo.ops.block_sparse.api
 import attnzoo.ops.flash.api
 import attnzoo.ops.hybrid.api
 import attnzoo.ops.longformer.api  # noqa: F401
 from attnzoo.ops.window import flex
 from tests.helpers import change_implementation
 
-OPS = ("flash_attention", "longformer_attention", "hybrid_attention")
+OPS = ("flash", "longformer", "hybrid", "block_sparse")
 
 
 @contextmanager
@@ -38,7 +39,7 @@ def flex_on_cpu(patch: pytest.MonkeyPatch, block: int = 8) -> Iterator[list[Any]
     patch.setattr(flex, "_call", checked)
     patch.setattr(flex, "BLOCK", block)
     for op in OPS:
-        change_implementation(patch, op, "flex", devices=("cpu", "cuda"), priority=99)
+        change_implementation(patch, f"{op}_attention", "flex", devices=("cpu",), priority=99)
     yield masks
 
 

@@ -24,7 +24,8 @@ from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import AttentionOutput
 from attnzoo.contract.validation import check_lengths, empty_output
 from attnzoo.ops.block_sparse.cpu.block_sparse import best_blocks, cpp_reasons
-from attnzoo.ops.block_sparse.custom_ops import CPP, TORCH, TRITON, SparseOperators, triton_step
+from attnzoo.ops.block_sparse.custom_ops import CPP, TORCH, SparseOperators
+from attnzoo.ops.block_sparse.flex import flex_reasons, run_flex, skip_flex
 from attnzoo.ops.block_sparse.gather import attend_step as torch_step
 from attnzoo.ops.block_sparse.index_keys import add_index, pack_queries
 from attnzoo.ops.block_sparse.options import (
@@ -46,13 +47,7 @@ from attnzoo.ops.block_sparse.selection import (
     new_state,
     restore_order,
 )
-from attnzoo.ops.block_sparse.triton.run import (
-    selection_reason,
-    sorting_reason,
-    summarize,
-    triton_reasons,
-    triton_verdict,
-)
+from attnzoo.ops.window.flex import FLEX
 from attnzoo.runtime.cpp import prebuilt
 
 
@@ -112,9 +107,8 @@ def block_sparse_attention(
         state: State of the earlier tokens; causal only.
         return_state: Whether to return the state after the last token.
         impl: ``"cpp"`` (on CPUs, for block sizes that divide 32 or are multiples of it),
-            ``"triton"`` (on NVIDIA GPUs), ``"torch"`` (gathers the keys), ``"reference"`` (dense
-            scores), or ``"auto"``, which selects the fastest that supports the call; ``"triton"``
-            only on devices where it passed a check.
+            ``"flex"`` (CUDA), ``"torch"`` (gathers the keys), ``"reference"`` (dense scores), or
+            ``"auto"``, which selects the fastest that supports the call.
 
     Returns:
         ``out`` as ``[B, H, T, E]`` in the dtype of ``v``; ``state``; and ``impl``.
@@ -229,20 +223,12 @@ def _run(call: SparseCall, operators: SparseOperators) -> Result:
     return operators.run(call), call.summary
 
 
-def _run_triton(call: SparseCall) -> Result:
-    if call.return_state and call.summary is None:
-        call = call._replace(summary=summarize(call))  # once for the selection and the state
-    return _run(call, TRITON)
+def _run_flex(call: SparseCall) -> Result:
+    return run_flex(call), call.summary
 
 
 def _run_reference(call: SparseCall) -> Result:
     return reference_attention(call), call.summary
-
-
-def _step_reasons(step: SparseStep) -> list[str]:
-    """Return every reason why the Triton kernels do not compute one token."""
-    reason = sorting_reason(step.call, step.kept)
-    return triton_reasons(step.call) + ([reason] if reason else [])
 
 
 def _step_note(step: SparseStep) -> str:
@@ -261,14 +247,10 @@ register_implementation(
     ),
     Implementation(
         op="block_sparse_attention",
-        name="triton",
-        devices=("cuda",),
-        interpreted_on=("cpu",),
-        run=_run_triton,
-        reasons=triton_reasons,
-        automatic="compiled for this GPU",
-        verdict=triton_verdict,
-        note=selection_reason,
+        **FLEX,
+        run=_run_flex,
+        reasons=flex_reasons,
+        auto_reasons=skip_flex,
     ),
     Implementation(
         op="block_sparse_attention",
@@ -277,17 +259,6 @@ register_implementation(
         automatic="gathers the selected keys, on every device",
     ),
     Implementation(op="block_sparse_attention", name="reference", run=_run_reference),
-    Implementation(
-        op="block_sparse_step",
-        name="triton",
-        devices=("cuda",),
-        interpreted_on=("cpu",),
-        run=triton_step,
-        reasons=_step_reasons,
-        automatic="compiled for this GPU",
-        verdict=lambda step: triton_verdict(step.call),
-        note=_step_note,
-    ),
     Implementation(  # selects in C++ and reads in torch; not faster than torch alone
         op="block_sparse_step",
         name="cpp",

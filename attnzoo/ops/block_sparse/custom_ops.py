@@ -20,14 +20,12 @@ from attnzoo.ops.block_sparse.options import (
     SelectionOptions,
     SparseCall,
     SparseOptions,
-    SparseStep,
 )
 from attnzoo.ops.block_sparse.selection import (
     count_key_blocks,
     count_query_blocks,
     select_blocks,
 )
-from attnzoo.ops.block_sparse.triton import run as triton
 from attnzoo.runtime.kernel_calls import autocast_disabled, check_reverse_mode, differentiable_op
 
 Select = Callable[[SparseCall], Tensor]
@@ -46,9 +44,17 @@ class SparseOperators:
         """Select blocks and attend to them, ``[B, H, T, E]`` in the dtype of the values."""
         x = call
         check_reverse_mode("block_sparse_attention", x.q, x.k, x.v)
+        selected = self.selected(x)
         with autocast_disabled(x.q.device):
             options = [int(option) for option in x.options]
-            selected = self.select(
+            masks = x.lengths, x.counts
+            out: Tensor = self.forward(x.q, x.k, x.v, selected, *masks, x.scale, options)[0]
+        return out
+
+    def selected(self, x: SparseCall) -> Tensor:
+        """Return the selected blocks, ``[B, A, M, K]``."""
+        with autocast_disabled(x.q.device):
+            blocks: Tensor = self.select(
                 (x.q if x.index_q is None else x.index_q).detach(),
                 x.k.detach(),
                 x.summary,
@@ -56,12 +62,10 @@ class SparseOperators:
                 x.counts,
                 x.leader,
                 x.scale,
-                options,
+                [int(option) for option in x.options],
                 *x.selection,
             )
-            masks = x.lengths, x.counts
-            out: Tensor = self.forward(x.q, x.k, x.v, selected, *masks, x.scale, options)[0]
-        return out
+        return blocks
 
 
 def sparse_operators(
@@ -174,48 +178,3 @@ TORCH = sparse_operators("torch", select_blocks, gather.forward, gather.backward
 CPP = sparse_operators(
     "cpp", partial(select_blocks, best=cpp.best_blocks), cpp.forward, cpp.backward
 )
-TRITON = sparse_operators("triton", triton.select, triton.forward, triton.backward)
-
-
-@torch.library.custom_op("attnzoo::block_sparse_triton_step", mutates_args=())
-def block_sparse_triton_step(
-    q: Tensor,
-    index_q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    recent_k: Tensor,
-    recent_v: Tensor,
-    length: Tensor,
-    summary: Tensor,
-    leader: Tensor,
-    scale: float,
-    options: list[int],
-    score: str,
-    coverage: float | None,
-    per_key_head: bool,
-) -> Tensor:
-    """Return the output of one token, ``[B, H, 1, E]``; see :class:`BlockSparseState`."""
-    return triton.attend_step(
-        (q, index_q, k, v, recent_k, recent_v, length, summary, leader),
-        SparseOptions.from_ints(options),
-        SelectionOptions(score, coverage, per_key_head),
-        scale,
-    )
-
-
-@block_sparse_triton_step.register_fake
-def _(q: Tensor, index_q: Tensor | None, k: Tensor, v: Tensor, *states_and_options: Any) -> Tensor:
-    return v.new_empty(*q.shape[:3], v.shape[3])
-
-
-@torch.no_grad()
-def triton_step(step: SparseStep) -> Tensor:
-    """Return the output of one token, as :func:`step.attend_step` does, by Triton kernels."""
-    call, state = step
-    out: Tensor = block_sparse_triton_step(
-        *(call.q, call.index_q, state.k, state.v, state.recent_k, state.recent_v),
-        *(state.length, state.summary, state.leader, call.scale),
-        [int(option) for option in call.options],
-        *call.selection,
-    )
-    return out

@@ -464,12 +464,16 @@ def sums_torch(
 ) -> tuple[Tensor, Tensor, LinearState | None]:
     """Compute :data:`CausalSums` in torch, or by another ``impl``; features are given."""
     q, k, v = qkv
-    wide = torch.promote_types(v.dtype, torch.float32)
-    if impl != "torch":  # kernels take one dtype
+    wide = dtype = torch.promote_types(v.dtype, torch.float32)
+    inputs = [y for y in (*qkv, log_decay) if y is not None]
+    trains = torch.is_grad_enabled() and any(y.requires_grad for y in inputs)
+    if impl != "torch" and v.dtype == torch.bfloat16 and not trains:
+        dtype = v.dtype  # gradients of the two sums would lose digits, and float16 overflows
+    elif impl != "torch":  # kernels take one dtype
         q, k = q.to(wide), k.to(wide)
-    ones = v.new_ones(*v.shape[:3], 1, dtype=wide)
+    ones = v.new_ones(*v.shape[:3], 1, dtype=dtype)
     found = linear_attention(
-        *(q, k, cat_huge_pages([v.to(wide), ones], 3)),
+        *(q, k, cat_huge_pages([v.to(dtype), ones], 3)),
         sequences=sequences,
         log_decay=log_decay,
         impl=impl,
@@ -477,7 +481,8 @@ def sums_torch(
         return_state=x.return_state,
         chunk_size=x.chunk_size,
     )
-    return found.out[..., :-1], found.out[..., -1], found.state
+    out = found.out.to(wide)
+    return out[..., :-1], out[..., -1], found.state
 
 
 # -- the output ------------------------------------------------------------------------------------

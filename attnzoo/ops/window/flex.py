@@ -86,7 +86,7 @@ def _are_whole(tokens: int, like: Tensor) -> Tensor:
 
 def between(begin: Tensor, end: Tensor, keys: int) -> Region:
     """Return the region of keys from ``begin`` to before ``end``, ``[1 or B, 1 or H, T]`` each."""
-    begins, ends = _blocks(begin), _blocks(end)
+    begins, ends = blocks_of(begin), blocks_of(end)
     low = torch.arange(0, keys, BLOCK, device=begin.device)
     high = (low + BLOCK).clamp(max=keys) - 1
     some = (high >= begins.amin(3)[..., None]) & (low < ends.amax(3)[..., None])
@@ -97,13 +97,13 @@ def between(begin: Tensor, end: Tensor, keys: int) -> Region:
 
 def among(chosen: Tensor, queries: int) -> Region:
     """Return the region of the keys that are ``chosen``, ``[1 or B, 1 or H, S]`` bool."""
-    blocks, read = _blocks(chosen), reader(chosen)
+    blocks, read = blocks_of(chosen), reader(chosen)
     shape = (-1, -1, -(-queries // BLOCK), -1)
     some, every = (x[:, :, None].expand(shape) for x in (blocks.any(3), blocks.all(3)))
     return Region(lambda b, h, i, j: read(b, h, j), some, every)
 
 
-def _blocks(x: Tensor) -> Tensor:
+def blocks_of(x: Tensor) -> Tensor:
     """Return ``[B, H, T]`` in blocks, ``[B, H, M, C]``; the last one repeats the last token."""
     size = x.shape[2]
     index = torch.arange(-(-size // BLOCK) * BLOCK, device=x.device).clamp(max=size - 1)

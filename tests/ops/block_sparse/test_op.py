@@ -20,8 +20,10 @@ from attnzoo.ops.block_sparse.selection import (
     summarize,
 )
 from attnzoo.ops.softmax.api import softmax_attention
-from attnzoo.runtime import cpp
-from tests.helpers import qkv
+from attnzoo.ops.window import flex
+from attnzoo.runtime import cpp, first_call
+from tests.helpers import draw, qkv
+from tests.ops.flex_on_cpu import flex_on_cpu
 
 NO_KERNEL = cpp.unavailable_reason(BLOCK_SPARSE)
 CPP = pytest.param("cpp", marks=pytest.mark.skipif(bool(NO_KERNEL), reason=NO_KERNEL))
@@ -75,6 +77,41 @@ def test_output_and_gradients_are_those_of_the_definition(selection, causal, imp
         expected = with_gradients(inputs, impl="reference", **options)
         for ours, right in zip(with_gradients(inputs, impl=impl, **options), expected, strict=True):
             assert_close(ours, right, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("selection", [*SELECTIONS, {"score": "indexer"}], ids=str)
+def test_flex_computes_the_definition(selection, causal, monkeypatch):
+    monkeypatch.setattr(flex, "flex_reasons", lambda *x: [])  # float64, narrow heads
+    inputs = qkv(61)
+    padding = torch.arange(61) % 7 != torch.tensor([[7], [3]])
+    options = {"mask": AttentionMask(causal=causal, padding=padding), **SIZES[0], **selection}
+    if selection == {"score": "indexer"}:
+        options["index"] = draw(2, 3, 61, 5), draw(2, 1, 61, 5), draw(2, 3, 61)
+    expected = with_gradients(inputs, impl="reference", **options)
+    with flex_on_cpu(monkeypatch) as masks:
+        found = with_gradients(inputs, impl="flex", **options)
+    for ours, right in zip(found, expected, strict=True):
+        assert_close(ours, right, atol=1e-9, rtol=1e-9)
+    assert masks[0].sparsity() > (44 if causal else 3)  # percent of the blocks of 8
+
+
+def test_flex_continues_from_a_state(monkeypatch):
+    inputs, options = [x.float() for x in qkv(61, sizes=(16, 16))], {**SIZES[0], "query_block": 3}
+    options["mask"] = AttentionMask(causal=True)
+    whole = block_sparse_attention(*inputs, impl="torch", **options).out
+    state = block_sparse_attention(*(x[:, :, :40] for x in inputs), return_state=True, **options)
+    with flex_on_cpu(monkeypatch):
+        monkeypatch.setitem(first_call._FOUND, ("FlexAttention", "", torch.device("cpu")), ("", ""))
+        later = [x[:, :, 40:] for x in inputs]
+        found = block_sparse_attention(*later, state=state.state, **options)
+        assert found.impl.impl == "flex"
+        assert_close(found.out, whole[:, :, 40:], atol=1e-5, rtol=1e-5)
+        one = [x[:, :, 40:41] for x in inputs]
+        assert block_sparse_attention(*one, state=state.state, **options).impl.impl != "flex"
+        monkeypatch.setattr("attnzoo.ops.block_sparse.flex.LARGEST_TABLE", 100)
+        with pytest.raises(UnsupportedError, match="table of selected blocks has 7808 entries"):
+            block_sparse_attention(*inputs, impl="flex", **SIZES[0])
 
 
 @pytest.mark.skipif(bool(NO_KERNEL), reason=NO_KERNEL)
@@ -317,7 +354,7 @@ def test_queries_of_16_bits_are_averaged_in_float32():
         ),
         ({"coverage": 0.0}, "coverage must be above 0 and at most 1, got 0.0"),
         ({"coverage": 0.5, "score": "bounds"}, "does not estimate the weight"),
-        ({"impl": "flex"}, "has no impl 'flex'"),
+        ({"impl": "triton"}, "has no impl 'triton'"),
         ({"mask": AttentionMask(window=(2, 2))}, r"the mask is a sliding window of \(2, 2\)"),
     ],
 )

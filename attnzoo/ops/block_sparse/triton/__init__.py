@@ -1,1 +1,0 @@
-"""Block-sparse attention in Triton, for NVIDIA GPUs."""
