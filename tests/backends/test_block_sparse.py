@@ -8,7 +8,6 @@ import attnzoo
 from attnzoo.backends.block_sparse import BlockSparseBackend, BlockSparseConfig
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import ConfigError, UnsupportedError
-from attnzoo.hf.seam import cache_argument, output_cache
 from attnzoo.testing import RULES, check_backend, check_generation
 from tests.helpers import build, tiny_llama
 
@@ -134,13 +133,3 @@ def test_a_compiled_model():
             f(ids, attention_mask=mask, use_cache=False).logits for f in (model, compiled)
         )
     assert_close(found[mask.bool()], expected[mask.bool()], atol=1e-10, rtol=1e-10)
-
-
-def test_a_prompt_from_before_the_swap(llama):
-    """The state is read from a stock cache of keys and values."""
-    model, ids = llama, torch.arange(2, 22).view(1, 20)
-    cache = output_cache(model(ids[:, :12], use_cache=True))
-    attnzoo.swap(model, "block_sparse", **{**SMALL, "top_k": 20})
-    ours = model(ids[:, 12:], **cache_argument(cache)).logits
-    attnzoo.restore(model)
-    assert_close(ours, model(ids).logits[:, 12:], atol=1e-4, rtol=1e-4)
