@@ -21,7 +21,12 @@ import torch
 from torch import Tensor
 
 from attnzoo.runtime.cache_folder import check_private, replace_file
-from attnzoo.runtime.compilers import assembler, ptxas_version
+from attnzoo.runtime.compilers import (
+    assembler,
+    compiler_caution,
+    gpu_capability,
+    ptxas_version,
+)
 from attnzoo.runtime.verdicts import verdict_file
 
 FILE = "gpu"  # the first part of its name
@@ -77,7 +82,9 @@ def _own_verdict(device: torch.device, case: str) -> tuple[str, str]:
     times = ", ".join(f"{impl} {ms:.3g} ms" for impl, ms in sorted(faster.items()))
     if faster:
         return f"they take {own.ms:.3g} ms on {name} ({times})", ""
-    return "", f"right and fastest on {name} ({own.ms:.3g} ms)"
+    status = f"right and fastest on {name} ({own.ms:.3g} ms)"
+    caution = compiler_caution(gpu_capability(device)[0]) if assembler(device) else ""
+    return "", f"{status}; {caution}" if caution else status
 
 
 @cache

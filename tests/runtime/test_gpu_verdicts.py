@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attnzoo.ops import linear_attention
-from attnzoo.runtime import gpu_verdicts
+from attnzoo.runtime import compilers, gpu_verdicts
 from attnzoo.runtime.cache_folder import CACHE
 from attnzoo.runtime.gpu_verdicts import KernelVerdict, store_verdicts, stored_verdicts
 from tests.helpers import change_implementation
@@ -67,6 +67,14 @@ def test_own_kernels_are_selected_where_they_are_right_and_fastest(rows, impl, r
     assert re.search(reason, found.reason)
     assert attend(log_decay=GATES).impl == "torch"  # a kind of calls of its own
     assert attend(normalize=True).impl == "torch"
+
+
+def test_describe_shows_a_caution_about_the_compiler(monkeypatch):
+    store_verdicts(DEVICE, [KernelVerdict(CASE, "triton", ms=1.0)])
+    monkeypatch.setattr(gpu_verdicts, "assembler", lambda device: "ptxas")
+    monkeypatch.setattr(gpu_verdicts, "gpu_capability", lambda device: (9, 0))
+    monkeypatch.setattr(compilers, "ptxas_version", lambda major: "12.8.93")
+    assert "(1 ms); other kernels report that ptxas 12.8.93" in attend().reason
 
 
 def test_a_verdict_holds_for_one_identity(identity):
