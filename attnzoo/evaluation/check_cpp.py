@@ -3,11 +3,12 @@
     CXX="c++ -mno-avx512f" python -m attnzoo.evaluation.check_cpp
 
 checks the kernels as they are compiled for a CPU without these instructions.
-:mod:`attnzoo.runtime.verdicts` reads the output.
+``tools/sanitize.py`` and ``tools/wheels`` read the output.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -34,7 +35,6 @@ from attnzoo.ops.linear.cpu.linear_step import LINEAR_STEP
 from attnzoo.ops.lsh.cpu.lsh import LSH, PIVOTS
 from attnzoo.ops.window.cpu.band import BAND
 from attnzoo.runtime.cpp import Source, build_error
-from attnzoo.runtime.verdicts import run_cases
 
 B, H, HKV, T, D, E = 1, 4, 2, 150, 24, 20
 CAUSAL = AttentionMask(causal=True)
@@ -174,15 +174,19 @@ def wrong_results(kernel: CppKernel) -> Iterator[str]:
 
 
 def main() -> None:
-    """Check all kernels; prints events."""
+    """Check all kernels; prints a line of JSON for each, for each wrong result, and at the end."""
+
+    def print_event(event: str, text: str = "") -> None:
+        print(json.dumps({"event": event, "text": text}), flush=True)
+
     for reason in map(unavailable, KERNELS):
         if reason:
             raise SystemExit(reason)
-
-    def check(kernel: CppKernel, device: torch.device) -> Iterator[str]:
-        return (f"{kernel}: {text}" for text in wrong_results(kernel))
-
-    run_cases(KERNELS, check, torch.device("cpu"))
+    for kernel in KERNELS:
+        print_event("case", str(kernel))
+        for text in wrong_results(kernel):
+            print_event("wrong", f"{kernel}: {text}")
+    print_event("done")
 
 
 if __name__ == "__main__":

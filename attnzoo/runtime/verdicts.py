@@ -9,10 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from attnzoo.runtime.cache_folder import (
     CACHE,
@@ -24,7 +23,6 @@ from attnzoo.runtime.cache_folder import (
 
 log = logging.getLogger(__name__)
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
-Case = TypeVar("Case")
 
 
 class Verdict(NamedTuple):
@@ -109,49 +107,3 @@ def decide(
 
 def _warn_of_lost_verdict(name: str, error: OSError) -> None:
     log.warning("the verdict of the check %s holds for this process only: %s", name, error)
-
-
-def run_cases(
-    cases: Iterable[Case], check: Callable[[Case, Any], Iterable[str]], device: Any
-) -> None:
-    """Check cases on a device, in the process of a check; prints events."""
-    import torch
-
-    def print_event(event: str, text: str = "") -> None:
-        print(json.dumps({"event": event, "text": text}), flush=True)
-
-    if device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.cuda.set_device(device)
-    torch.ones(64, 64, device=device).matmul(torch.ones(64, 64, device=device)).sum().item()
-    print_event("ready")
-    for case in cases:
-        print_event("case", str(case))
-        for text in check(case, device):
-            print_event("wrong", text)
-    print_event("done")
-
-
-def run_check(
-    cases: Callable[[str, int, str, bool], Iterable[Case]],
-    check: Callable[[Case, Any], Iterable[str]],
-    decay: str,
-    size: str,
-    kind: str,
-    device: str,
-) -> None:
-    """Check one kind of calls of Triton kernels, given by the arguments of a check's process.
-
-    Args:
-        cases: Returns the cases of a decay, a size and a kind; small ones if the last argument is
-            true, for the interpreter.
-        check: As in :func:`run_cases`.
-        decay: Decay of the calls.
-        size: Largest key and value size.
-        kind: Kind of calls.
-        device: Name of the device.
-    """
-    import torch
-
-    target = torch.device(device)
-    run_cases(cases(decay, int(size), kind, target.type != "cuda"), check, target)
