@@ -46,7 +46,7 @@ class SparseOperators:
         check_reverse_mode("block_sparse_attention", x.q, x.k, x.v)
         selected = self.selected(x)
         with autocast_disabled(x.q.device):
-            options = [int(option) for option in x.options]
+            options = list(map(int, x.options))
             masks = x.lengths, x.counts
             out: Tensor = self.forward(x.q, x.k, x.v, selected, *masks, x.scale, options)[0]
         return out
@@ -62,7 +62,7 @@ class SparseOperators:
                 x.counts,
                 x.leader,
                 x.scale,
-                [int(option) for option in x.options],
+                list(map(int, x.options)),
                 *x.selection,
             )
         return blocks
