@@ -4,6 +4,8 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests import processes
 
 SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks/gpu.py"
@@ -13,6 +15,7 @@ def run(*arguments):
     return processes.run([sys.executable, str(SCRIPT), *map(str, arguments)], timeout=300)
 
 
+@pytest.mark.exhaustive
 def test_rows_are_written_and_only_missing_ones_are_measured(tmp_path):
     out = tmp_path / "rows.jsonl"
     known = {"workload": "decay scalar, B1 H2/1 T40 D16, forward + backward", "impl": "torch"}

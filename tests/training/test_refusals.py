@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -326,12 +325,3 @@ def test_a_text_without_a_tenth_to_hold_out_is_refused(saved, spec, tmp_path):
     (tmp_path / "one.txt").write_text("x")
     with pytest.raises(DataError, match="which is too short: 'x'"):
         finetune(saved, spec, [tmp_path / "one.txt"], make(trl.SFTConfig))
-
-
-@pytest.mark.parametrize("command", ["tasks --seeds 0", "compare --lengths x"])
-def test_results_do_not_go_into_the_folder_of_a_model(saved, command, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["attnzoo", *command.split(), "--output-dir", str(saved)])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    assert stop.value.code == 2
-    assert "holds a model" in " ".join(capsys.readouterr().err.split())

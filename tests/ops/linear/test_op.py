@@ -579,7 +579,7 @@ def make_arguments(**changes):
             {"slots": torch.zeros(3).long()},
             r"slots must be \[B\], here \[2\], and int",
         ),
-        ({"impl": "tork"}, r"no impl 'tork'. Did you mean 'torch'\? It has auto, triton, cpp, t"),
+        ({"impl": "tork"}, r"no impl 'tork'. Did you mean 'torch'\? It has auto, triton, fla, c"),
         ({"chunk_size": 0}, r"an integer from 1 to .*, got 0"),
         ({"chunk_size": 2.0}, r"an integer from 1 to .*, got 2.0"),
     ],
