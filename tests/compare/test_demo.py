@@ -10,6 +10,7 @@ from attnzoo.commands.compare import compare, demo
 from attnzoo.compare.workers import Workers
 
 
+@pytest.mark.exhaustive
 def test_demo(tmp_path, monkeypatch, capsys):
     """Of a model with few positions; what was measured is not measured again."""
     monkeypatch.setattr(

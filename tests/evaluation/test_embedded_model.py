@@ -52,6 +52,7 @@ def test_it_has_two_to_four_million_parameters():
     assert 2e6 <= model.num_parameters() <= 4e6
 
 
+@pytest.mark.exhaustive
 def test_it_predicts_held_out_text_and_recalls_beyond_a_window(short_measurement):
     loss, recall = short_measurement("softmax")
     window, window_recall = short_measurement("flash", window=32)
@@ -61,6 +62,7 @@ def test_it_predicts_held_out_text_and_recalls_beyond_a_window(short_measurement
     assert window_recall - recall >= 0.6
 
 
+@pytest.mark.exhaustive
 def test_a_raw_hybrid_is_not_far_worse_than_its_window(short_measurement):
     window, window_recall = short_measurement("flash", window=32)
     hybrid, hybrid_recall = short_measurement("linear", window=32, feature_map="hedgehog")
@@ -68,6 +70,7 @@ def test_a_raw_hybrid_is_not_far_worse_than_its_window(short_measurement):
     assert hybrid_recall <= window_recall + 0.01
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("backend", "options", "least_loss", "least_recall"),
     [
@@ -96,6 +99,7 @@ def test_bits_per_byte_is_the_loss_that_transformers_reports():
     assert result.loss == pytest.approx(loss / math.log(2), abs=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_the_long_model_repeats_numbers_that_a_window_loses():
     path = embedded_model_path("embedded-long")
     tokenizer = string_tokenizer(path)

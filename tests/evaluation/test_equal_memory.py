@@ -106,7 +106,6 @@ def test_bytes_are_those_allocated(half, name):
 @pytest.mark.parametrize(
     ("name", "length"),
     [
-        ("delta window 32", 300),
         ("blocks of 24", 310),
         *(pytest.param(name, 3077, marks=pytest.mark.exhaustive) for name in SPECS),
     ],

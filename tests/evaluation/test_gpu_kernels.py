@@ -40,6 +40,7 @@ def test_implementations_of_a_cpu_pass(name, capsys, monkeypatch):
     assert {row["wrong"] for row in rows.values()} == {""}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name",
     [

@@ -113,6 +113,7 @@ def test_texts_of_a_command_are_as_alone(encoder, lines, attnzoo_command, tmp_pa
     assert found < 0.999
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("train", ["lora", "full"])
 def test_trained_weights_and_results(encoder, lines, tmp_path, train):
     out, dtype = tmp_path / "out", torch.bfloat16 if train == "full" else torch.float32

@@ -97,6 +97,7 @@ def stop_after(monkeypatch):
     return limit
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_equals_an_uninterrupted_one(saved, text, spec, tmp_path, stop_after):
     """After a stop in the second stage; a checkpoint cut short is left out."""
     whole = finetune(saved, spec, [text], config(tmp_path / "whole"))

@@ -67,6 +67,7 @@ def test_padding_and_packed_rows_are_left_out(model):
     torch.testing.assert_close(packed, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_recovery(saved, text, tmp_path):
     """Distillation trains the weights of the model, and no indexer."""
     logged = []
