@@ -33,7 +33,7 @@ import attnzoo
 from attnzoo.evaluation.quality import EvalBatch, Quality, evaluate_rows
 from attnzoo.hf.models.speed_up import speed_up
 from attnzoo.hf.saving.files import read_config
-from attnzoo.hf.stock.convert_files import convert_files
+from attnzoo.hf.stock.convert import convert_files
 from attnzoo.hf.stock.gated_delta_net import FAMILY
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.arguments import RecoveryArguments

@@ -144,7 +144,7 @@ def convert(
 
     Layers of softmax and of sliding windows are exact; other layers are refused.
     """
-    from attnzoo.hf.stock.convert_files import convert_files
+    from attnzoo.hf.stock.convert import convert_files
     from attnzoo.report.output_path import check_folder
 
     check_folder(output_dir)

@@ -9,8 +9,7 @@ import transformers as hf
 from torch.testing import assert_close
 
 import attnzoo
-from attnzoo.backends.block_sparse import BlockSparseBackend, BlockSparseConfig
-from attnzoo.backends.parts.indexer import LightningIndexer
+from attnzoo.backends.block_sparse import BlockSparseBackend, BlockSparseConfig, LightningIndexer
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import ConfigError, SwapWarning, UnsupportedError
 from attnzoo.hf.seam import cache_argument, output_cache

@@ -1,6 +1,6 @@
 import pytest
 
-from attnzoo.compare.fit import best_exact, crossover, exponent, make_curves
+from attnzoo.compare.report import best_exact, crossover, exponent, make_curves
 
 LENGTHS = [1024, 2048, 4096, 8192, 16384]
 

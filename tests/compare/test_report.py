@@ -5,11 +5,11 @@ import io
 import pytest
 from rich.console import Console
 
-from attnzoo.compare.fit import make_curves
 from attnzoo.compare.report import (
     cost_table,
     finding,
     group_curves,
+    make_curves,
     not_measured,
     quality_table,
     show,

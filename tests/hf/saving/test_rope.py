@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import attnzoo
 from attnzoo.hf.saving.checkpoints import rope_table
-from attnzoo.hf.stock.convert_files import card
+from attnzoo.hf.stock.convert import card
 from tests.helpers import MODEL_SIZES
 
 THETA = 500_000.0

@@ -13,7 +13,7 @@ from attnzoo.cli import main
 from attnzoo.errors import SpecError, UnsupportedError
 from attnzoo.hf.stock import convert as module
 from attnzoo.hf.stock.classes import STOCK_CLASSES, Windows, classes_for
-from attnzoo.hf.stock.convert_files import convert_files
+from attnzoo.hf.stock.convert import convert_files
 from tests.helpers import add_noise
 
 W = 5

@@ -15,7 +15,7 @@ import attnzoo
 from attnzoo.errors import SpecError, UnsupportedError
 from attnzoo.hf.stock import gated_delta_net
 from attnzoo.hf.stock.classes import other_config
-from attnzoo.hf.stock.convert_files import convert_files
+from attnzoo.hf.stock.convert import convert_files
 from attnzoo.ops.delta.api import delta_attention
 from tests.byte_tokenizer import save_byte_tokenizer
 from tests.helpers import add_noise, run_torch_functions
