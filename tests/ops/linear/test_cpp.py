@@ -227,7 +227,7 @@ def test_results_do_not_depend_on_the_number_of_threads(shape, normalize, decay)
     run, leaves = make_call(shape, decay, True, normalize=normalize)
     d_results, found, num_threads = None, [], torch.get_num_threads()
     try:
-        for threads in (1, 3, 7):
+        for threads in (1, 2, 3, 7):
             torch.set_num_threads(threads)
             results = run(*leaves, impl="cpp")
             d_results = d_results or make_gradients(results, True)
