@@ -20,14 +20,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnzoo.runtime.cache_folder import check_private, replace_file
+from attnzoo.runtime.cache_folder import replace_file
 from attnzoo.runtime.compilers import (
     assembler,
     compiler_caution,
     gpu_capability,
     ptxas_version,
 )
-from attnzoo.runtime.verdicts import verdict_file
+from attnzoo.runtime.verdicts import read_stored, verdict_file
 
 FILE = "gpu"  # the first part of its name
 OWN = "triton"  # the implementation that needs a verdict
@@ -90,15 +90,11 @@ def _own_verdict(device: torch.device, case: str) -> tuple[str, str]:
 @cache
 def stored_verdicts(device: torch.device) -> tuple[KernelVerdict, ...]:
     """Return what ``attnzoo doctor`` has stored about a device; read once per process."""
+    found = read_stored(FILE, identity(device))
     try:
-        path = verdict_file(FILE, identity(device))
-        check_private(path)
-        found = json.loads(path.read_text("utf-8"))
-        if found["identity"] == dict(identity(device)):
-            return tuple(KernelVerdict(**row) for row in found["rows"])
-    except (OSError, ValueError, KeyError, TypeError):  # none, or a damaged one
-        pass
-    return ()
+        return tuple(KernelVerdict(**row) for row in found["rows"]) if found else ()
+    except (KeyError, TypeError):  # a damaged file
+        return ()
 
 
 def store_verdicts(device: torch.device, rows: Iterable[KernelVerdict]) -> None:

@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from attnzoo.runtime.cache_folder import (
     CACHE,
@@ -42,16 +42,25 @@ def verdict_file(name: str, identity: Identity) -> Path:
     return cache_folder() / f"{name}-{key}.json"
 
 
-def stored_verdict(name: str, identity: Identity) -> Verdict | None:
-    """Return the stored verdict of a check, or ``None``."""
+def read_stored(name: str, identity: Identity) -> dict[str, Any] | None:
+    """Return the object that is stored for an identity; ``None`` without one, or a damaged one."""
     try:
         path = verdict_file(name, identity)
         check_private(path)
-        row = json.loads(path.read_text("utf-8"))
-        if row["identity"] == dict(identity) and row["outcome"] in (PASSED, FAILED):
-            return Verdict(row["outcome"], str(row["reason"]), float(row["seconds"]))
-    except (OSError, ValueError, KeyError, TypeError):  # none, or a damaged one
+        found = json.loads(path.read_text("utf-8"))
+        return found if found["identity"] == dict(identity) else None
+    except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def stored_verdict(name: str, identity: Identity) -> Verdict | None:
+    """Return the stored verdict of a check, or ``None``."""
+    row = read_stored(name, identity)
+    try:
+        if row is not None and row["outcome"] in (PASSED, FAILED):
+            return Verdict(row["outcome"], str(row["reason"]), float(row["seconds"]))
+    except (ValueError, KeyError, TypeError):  # a damaged one
+        pass
     return None
 
 

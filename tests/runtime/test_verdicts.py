@@ -49,7 +49,10 @@ def test_a_check_that_could_not_run_is_not_kept():
     assert len(runs) == 2
 
 
-@pytest.mark.parametrize("damage", ["", "{", '{"outcome": "passed"}', "[1]", None])
+OTHER = '{"identity": {}, "outcome": "failed", "reason": "of another GPU", "seconds": 2.5}'
+
+
+@pytest.mark.parametrize("damage", ["", "{", '{"outcome": "passed"}', "[1]", OTHER, None])
 def test_a_damaged_verdict_is_replaced(damage):
     check, runs = counted(Verdict(FAILED, "why"), Verdict(PASSED))
     decide("linear", GPU, check)
